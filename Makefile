@@ -1,0 +1,64 @@
+# `make help` lists what there is. Everything is installed into .venv; nothing outside of the clone is changed but pip's
+# and the corpus' caches.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format types bench clean
+
+help:
+	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
+	@echo "make test    set up .venv for tests and run them"
+	@echo "make lint    ruff: rules and format"
+	@echo "make format  let ruff fix what it can"
+	@echo "make types   mypy over the whole package"
+	@echo "make bench   training speed against Hugging Face's model, on this machine"
+	@echo "make clean   remove .venv, caches and build outputs (runs/ stays)"
+	@echo "PYTHON=/path/to/python3.12 chooses the interpreter of a new .venv (3.11 or newer)."
+
+train: $(VENV)/.installed
+	$(BIN)/olmoe-lightning fit --config examples/quickstart.yaml
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy does not know that callbacks/ and plugins/ are installed inside of olmoe_lightning (setuptools' package-dir), so
+# it is shown a package of links in which they are.
+types: $(VENV)/.installed-test
+	@rm -rf build/types && mkdir -p build/types/olmoe_lightning
+	@ln -s "$(CURDIR)"/olmoe_lightning/* "$(CURDIR)/callbacks" "$(CURDIR)/plugins" build/types/olmoe_lightning/
+	cd build/types && "$(CURDIR)/$(BIN)/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p olmoe_lightning
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/train_step.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+# The stamps are younger than the two files that say what to install, or the installation is repeated.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.created pyproject.toml constraints.txt
+	$(INSTALL) -e ".[test]"
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "There is no '$(PYTHON)'. Install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "'$(PYTHON)' is `$(PYTHON) -V 2>&1`; Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@

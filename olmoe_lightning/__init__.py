@@ -1,0 +1,32 @@
+"""Train mixture-of-experts language models on PyTorch Lightning, from a laptop CPU to many GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from olmoe_lightning.config import PRESETS, ModelConfig
+    from olmoe_lightning.data import TokenDataModule, TokenSource
+    from olmoe_lightning.generate import GenerationConfig
+    from olmoe_lightning.module import OLMoE
+
+__version__ = "0.1.0"
+
+__all__ = ["PRESETS", "GenerationConfig", "ModelConfig", "OLMoE", "TokenDataModule", "TokenSource", "__version__"]
+
+_HOME = {
+    "PRESETS": "config",
+    "ModelConfig": "config",
+    "TokenDataModule": "data",
+    "TokenSource": "data",
+    "GenerationConfig": "generate",
+    "OLMoE": "module",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported on first use (PEP 562), so that a tool which needs one room does not pay for all of them.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,152 @@
+"""The CPU kernels in C++: compiled once with the machine's compiler, loaded with ctypes, and never required.
+
+They work on dense fp32 tensors in memory. Where they cannot run (no compiler, another BLAS, another dtype or device, a
+traced or fake tensor) the callers take their PyTorch reference instead, which gives the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+_SOURCES = Path(__file__).parent / "cpu"
+
+_COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffast-math", "-fno-finite-math-only"]
+_VECTOR = {
+    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+    "AVX2": ["-mavx2", "-mfma"],
+}
+
+_forbidden = contextvars.ContextVar("olmoe_lightning_reference_kernels", default=False)
+
+
+class Unavailable(RuntimeError):
+    """Why the kernels cannot run here."""
+
+
+@contextlib.contextmanager
+def reference_kernels() -> Iterator[None]:
+    """Inside, every kernel takes its PyTorch reference: to compare the two, or to count operations."""
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether the native kernels may serve these operands: plain fp32 CPU tensors, not traced."""
+    if torch.compiler.is_compiling() or _forbidden.get():
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+            return False
+    return unavailable_reason() is None
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | Unavailable:
+    try:
+        return _build()
+    except (Unavailable, OSError, AttributeError, subprocess.SubprocessError) as error:
+        return Unavailable(str(error))
+
+
+def unavailable_reason() -> str | None:
+    """``None`` when the kernels run here, else why not; compiles them at the first call (a second or two)."""
+    loaded = _load()
+    return str(loaded) if isinstance(loaded, Unavailable) else None
+
+
+def library() -> ctypes.CDLL:
+    """The kernels.
+
+    Raises:
+        Unavailable: they cannot run here.
+    """
+    loaded = _load()
+    if isinstance(loaded, Unavailable):
+        raise loaded
+    return loaded
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Address of a tensor's first element."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def integer(value: int) -> ctypes.c_int64:
+    """A size as the kernels take it."""
+    return ctypes.c_int64(value)
+
+
+def _build() -> ctypes.CDLL:
+    torch_lib = Path(torch.__file__).parent / "lib"
+    if not (torch_lib / "libtorch_cpu.so").exists():
+        raise Unavailable(f"no libtorch_cpu.so in {torch_lib}; the kernels are built on Linux only")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise Unavailable("no C++ compiler found; install g++ to get the faster CPU kernels")
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = [*_COMPILE, *_VECTOR.get(capability, [])]
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    key = hashlib.blake2b(digest_size=10)
+    for part in (torch.__version__, str(torch_lib), compiler, *flags):
+        key.update(part.encode())
+    for source in [*sources, *sorted(_SOURCES.glob("*.h"))]:
+        key.update(source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "olmoe-lightning" / "kernels"
+    target = cache / f"{key.hexdigest()}.so"
+    if not target.exists():
+        _compile(compiler, flags, sources, torch_lib, target)
+    kernels = ctypes.CDLL(str(target))
+    _check_one_openmp()
+    kernels.rms_norm_forward  # noqa: B018  # a library without it is not ours
+    return kernels
+
+
+def _compile(compiler: str, flags: list[str], sources: list[Path], torch_lib: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = []
+        for source in sources:
+            objects.append(f"{folder}/{source.stem}.o")
+            _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+        # Linked apart and without -ffast-math, which would make loading the library switch off denormal numbers in
+        # the whole process. The BLAS and OpenMP are torch's own, so that there is one pool of threads.
+        output = f"{folder}/{target.name}"
+        _run([compiler, "-shared", "-fopenmp", *objects, "-o", output, f"-L{torch_lib}", "-ltorch_cpu",
+              f"-Wl,-rpath,{torch_lib}"])  # fmt: skip
+        os.replace(output, target)  # whole or not at all, also when several processes build at once
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise Unavailable(f"the compiler failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
+
+
+def _check_one_openmp() -> None:
+    """Two OpenMP runtimes would keep two pools of spinning threads on the same cores."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line}
+    except OSError:
+        return
+    runtimes = {path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
+    if len(runtimes) > 1:
+        raise Unavailable(f"two OpenMP runtimes would be loaded: {', '.join(sorted(runtimes))}")

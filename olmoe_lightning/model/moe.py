@@ -1,0 +1,109 @@
+"""The MoE layer: router, dispatch, experts, combine, and a shared expert beside them.
+
+T tokens, K chosen experts, R rows, E experts, D model width, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.kernels import combine_rows, dispatch_rows, plan_permutation
+from olmoe_lightning.model.experts import Experts, FeedForward
+from olmoe_lightning.model.losses import attach_loss
+from olmoe_lightning.model.router import Router, RoutingStats
+
+
+class Dispatched(NamedTuple):
+    """Rows as they arrive at the experts."""
+
+    rows_RD: Tensor
+    """[R, D], sorted by local expert."""
+    row_weights_R: Tensor
+    """fp32 [R]."""
+    offsets_E: Tensor
+    """int32 [E_local], end of each expert's rows."""
+    handle: Any
+    """Whatever the way back needs."""
+
+
+class Transport(Protocol):
+    """How tokens reach the experts and return; differentiable both ways."""
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Send each token to its experts."""
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        """Bring the experts' rows home and sum them per token, [T, D]."""
+
+
+class LocalTransport:
+    """All experts are in this process: a permutation and its inverse."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Sort the routes by expert."""
+        plan = plan_permutation(expert_ids_TK, self.num_experts)
+        row_weights = weights_TK.reshape(-1).index_select(0, plan.route_of_row_R)
+        return Dispatched(dispatch_rows(x_TD, plan), row_weights, plan.offsets_E, plan)
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        """Sum the rows of each token."""
+        return combine_rows(rows_RD, handle)
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of a feed-forward network.
+
+    Args:
+        config: router, experts and the recompute policy of it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config.num_experts, config.d_model, config.expert_hidden)
+        self.shared = FeedForward(config.d_model, config.shared_hidden) if config.shared_hidden else None
+        self.transport: Transport = LocalTransport(config.num_experts)
+        self.recompute_experts = config.recompute == "experts"
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        token_mask_BS: Tensor | None = None,
+        aux_scale: Tensor | None = None,
+        replay: list[Tensor] | None = None,
+    ) -> tuple[Tensor, RoutingStats]:
+        """Route, travel, compute, return.
+
+        Args:
+            x_BSD: [B, S, D].
+            token_mask_BS: bool [B, S]; tokens that count in losses and statistics.
+            aux_scale: fp32 []; gradient of the auxiliary losses' sum. ``None`` leaves them out of the backward pass.
+            replay: a list that is empty at the first call and then holds the choice of experts; a second call with it
+                makes the same choice again, whatever rounding did to the scores (recompute).
+
+        Returns:
+            [B, S, D] and this layer's statistics.
+        """
+        routing = self.router(x_BSD, token_mask_BS, replay[0] if replay else None)
+        if replay is not None and not replay:
+            replay.append(routing.expert_ids)
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        sent = self.transport.dispatch(x_TD, routing.expert_ids, routing.weights)
+        if self.recompute_experts and torch.is_grad_enabled():
+            rows = checkpoint(self.experts, *sent[:3], use_reentrant=False, preserve_rng_state=False)
+        else:
+            rows = self.experts(*sent[:3])
+        y = self.transport.combine(rows, sent.handle).view_as(x_BSD)
+        if self.shared is not None:
+            y = y + self.shared(x_BSD)
+        if aux_scale is not None:
+            y = attach_loss(y, routing.aux_loss, aux_scale)
+        return y, routing.stats

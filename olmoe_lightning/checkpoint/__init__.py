@@ -1,0 +1,6 @@
+"""Checkpoints of models: formats, conversion, loading."""
+
+from olmoe_lightning.checkpoint.huggingface import convert, load_pretrained, read, write
+from olmoe_lightning.checkpoint.sources import read_config
+
+__all__ = ["convert", "load_pretrained", "read", "read_config", "write"]

@@ -1,0 +1,322 @@
+"""The ``olmoe-lightning`` command: Lightning's own fit, validate, test and predict, and the tools around them."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import itertools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+import olmoe_lightning
+from olmoe_lightning.callbacks import WritePredictions  # its room too: YAML may name the callbacks without it
+from olmoe_lightning.checkpoint import convert, read_config
+from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
+from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
+from olmoe_lightning.module import OLMoE
+
+USAGE = """usage: olmoe-lightning COMMAND [options]
+
+Train (PyTorch Lightning; each has --help and --print_config):
+  fit        train a model:        olmoe-lightning fit --config examples/quickstart.yaml
+  validate   losses of a checkpoint on held-out data:
+                                   olmoe-lightning validate --config RUN/config.yaml --ckpt_path PATH.ckpt
+  test       the same, logged as test
+  predict    continue held-out text; writes predictions.jsonl beside the logs
+
+Tools (each has --help):
+  generate   write text:           olmoe-lightning generate --checkpoint PATH.ckpt --prompt "def "
+  tokenize   text to a token file: olmoe-lightning tokenize texts/ --output tokens.npy --tokenizer bpe:8192
+  convert    Hugging Face OLMoE in and out:
+                                   olmoe-lightning convert --from-hf DIR --to-native DIR
+
+Options may be written with - or _. --version prints the version.
+"""
+
+TRAINING = ("fit", "validate", "test", "predict")
+
+
+class UsageError(Exception):
+    """The command line or a configuration file cannot be used."""
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose errors are one line: the usage of a training command alone would fill two screens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("usage", "%(prog)s [options]")
+        kwargs.setdefault("allow_abbrev", False)  # a typing error must not pass as an abbreviation
+        super().__init__(*args, **kwargs)
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # an attempt of the parser's own, which it expects to fail in its way
+            super().error(message, ex)
+        text = " ".join(line.strip() for line in message.splitlines())
+        parser = getattr(ex, "subcommand_parser", None) or self
+        raise UsageError(f"{text} (see {parser.prog.replace(' [options]', '')} --help)") from ex
+
+
+class OLMoECLI(LightningCLI):
+    """LightningCLI with :class:`OLMoE` and :class:`TokenDataModule`."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            OLMoE,
+            TokenDataModule,
+            args=args,
+            parser_class=Parser,
+            parser_kwargs={"prog": "olmoe-lightning"},
+            seed_everything_default=42,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Defaults of the command that differ from Lightning's."""
+        defaults: dict[str, Any] = {
+            # Its table counts the metrics as layers and finds no FLOPs; OLMoE says its size in one line.
+            "trainer.enable_model_summary": False,
+        }
+        if torch.backends.mps.is_available():
+            defaults["trainer.accelerator"] = "cpu"  # `auto` would take the Apple GPU, which lacks what we need
+        parser.set_defaults(defaults)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and remember what was asked for before Lightning lays a checkpoint's hyperparameters over it."""
+        try:
+            super().parse_arguments(parser, args)
+        except UsageError as error:
+            if "parsing config" not in str(error) or not isinstance(args, list):
+                raise
+            # The parser knows line and column of the mistake but not the file.
+            files = [after for word, after in itertools.pairwise(args) if word in ("-c", "--config")]
+            raise UsageError(f"{', '.join(map(str, files))}: {error}") from error
+        self._asked = self.config.clone()
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """With ``ckpt_path``: a setting that was changed from its default wins over the checkpoint's."""
+        if not self._asked[self.subcommand].get("ckpt_path"):
+            return
+        asked, config = self._asked[self.subcommand].model, self.config[self.subcommand].model
+        for name, parameter in inspect.signature(OLMoE.__init__).parameters.items():
+            if name in asked and asked[name] != parameter.default:
+                config[name] = asked[name]
+
+    def before_predict(self) -> None:
+        """The continuations go to a file, if no callback says otherwise."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, WritePredictions) for callback in callbacks):
+            callbacks.append(WritePredictions())
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    num_samples: int = 1,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    device: str = "auto",
+) -> None:
+    """Print texts that a trained model writes.
+
+    Args:
+        checkpoint: a Lightning ``.ckpt`` file, or a directory with Hugging Face or converted weights.
+        prompt: text to continue; empty to start a document.
+        max_new_tokens: tokens to write at most.
+        temperature: 0 takes the most likely token each time.
+        top_p: sample among the most likely tokens that together reach this probability.
+        num_samples: texts to write.
+        seed: of the sampling.
+        tokenizer: ``byte``, or the path of a ``tokenizer.json``; by default the one that is in the checkpoint.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
+
+    Raises:
+        ValueError: a number is out of range, or the tokenizer does not fit the model.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples ({num_samples}) must be at least 1")
+    path = Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
+    if path.is_dir():
+        model = OLMoE(read_config(checkpoint), pretrained=checkpoint)
+    else:
+        model = OLMoE.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    model.built()
+    text = _tokenizer_of(path) if tokenizer is None else load_tokenizer(tokenizer)
+    if text.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {text.vocab_size} tokens, the model {model.config.vocab_size}; "
+            "give the tokenizer that it was trained with"
+        )
+    ids = [text.eos_id, *text.encode(prompt)]
+    room = model.config.max_seq_len - len(ids)
+    if room < 1:
+        raise ValueError(f"the prompt has {len(ids) - 1} tokens, the model's max_seq_len is {model.config.max_seq_len}")
+
+    place = _device(device)
+    model.to(place)
+    prompts = torch.tensor([ids] * num_samples, device=place)
+    sampler = torch.Generator(place).manual_seed(seed)
+    rows = model.generate(prompts, min(max_new_tokens, room), temperature, top_p, text.eos_id, sampler)
+    for index, row in enumerate(rows.tolist()):
+        if num_samples > 1:
+            print(f"--- {index + 1} of {num_samples}")
+        written = row[1:]
+        if text.eos_id in written:
+            written = written[: written.index(text.eos_id)]
+        print(text.decode(written))
+
+
+def _tokenizer_of(path: Path) -> Tokenizer:
+    """The tokenizer that lies in a checkpoint."""
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            raise ValueError(f"{path} holds no tokenizer.json; name the tokenizer with --tokenizer")
+        return load_tokenizer(str(path))
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("tokenizer")
+    if saved is None:
+        raise ValueError(f"{path} holds no tokenizer; name the one that it was trained with by --tokenizer")
+    return load_tokenizer("byte") if saved == "byte" else BPETokenizer.from_json(saved)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not known; give cpu, cuda or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': PyTorch sees no GPU here; give cpu or auto")
+    return device
+
+
+TOOLS: dict[str, Callable[..., Any]] = {"generate": generate, "tokenize": tokenize_files, "convert": convert}
+
+
+def run_tool(name: str, args: Sequence[str]) -> None:
+    """Call one of :data:`TOOLS`; its arguments become options, and ``inputs`` the words that are no option."""
+    tool = TOOLS[name]
+    parser = Parser(prog=f"olmoe-lightning {name}", description="")
+    positional = "inputs" in inspect.signature(tool).parameters
+    if positional:
+        parser.add_argument("inputs", nargs="+", type=str, help="files, folders and globs")
+        parser.usage = "%(prog)s INPUTS ... [options]"
+    parser.add_function_arguments(tool, skip={"inputs"} if positional else None)
+    tool(**parser.parse_args(args).as_dict())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of the command.
+
+    Args:
+        args: command line without the program's name; ``None`` takes ``sys.argv``.
+
+    Returns:
+        The exit status: 0, or 2 after an error of the user, which is told without a traceback.
+    """
+    words = [_underscored(word) for word in (sys.argv[1:] if args is None else args)]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if words[0] == "--version":
+        print(olmoe_lightning.__version__)
+        return 0
+    try:
+        with _quiet():
+            if words[0] in TOOLS:
+                run_tool(words[0], words[1:])
+            elif words[0] in TRAINING:
+                OLMoECLI(words)
+            else:
+                commands = ", ".join((*TRAINING, *TOOLS))
+                raise UsageError(f"{words[0]!r} is not a command; there are {commands}")
+    except Exception as error:
+        if not is_users(error):
+            raise
+        print(f"olmoe-lightning: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _underscored(word: str) -> str:
+    """``--from-hf=a-b`` as ``--from_hf=a-b``: both spellings of an option's name are understood."""
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
+
+
+def is_users(error: Exception) -> bool:
+    """Whether an error tells the user what was wrong with the input, so that its message is all that is needed.
+
+    That is so for what our code or Lightning raised on purpose. An error that PyTorch or Python raised inside of our
+    code (a ``TypeError`` of a call, a ``ValueError`` of ``zip``) is a bug, and so is any of the model's and the
+    kernels': what they complain of comes from our own code.
+    """
+    if isinstance(error, UsageError | MisconfigurationException):
+        return True
+    if isinstance(error, OSError) and error.filename is not None:  # missing file, no permission, full disk
+        return True
+    if not isinstance(error, ValueError | TypeError | OSError | ImportError) or error.__traceback__ is None:
+        return False
+    *_, last = _frames(error.__traceback__)
+    module = str(last.tb_frame.f_globals.get("__name__", ""))
+    raised = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # by a `raise` of that frame
+    inner = module.startswith(("olmoe_lightning.model", "olmoe_lightning.kernels"))
+    return raised and module.split(".")[0] in ("olmoe_lightning", "lightning") and not inner
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence advice that does not apply to these programs; everything else is shown."""
+    messages = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+    def useful(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not text.startswith(
+            ("\N{ELECTRIC LIGHT BULB}", "TPU available", "HPU available", "GPU available: False")
+        )
+
+    messages.addFilter(useful)
+    with warnings.catch_warnings():
+        for advice in (
+            ".*does not have many workers which may be a bottleneck.*",  # memory-mapped tokens need no workers
+            ".*smaller than the logging interval.*",
+            ".*LightningCLI's args parameter is intended to run from within Python.*",  # so it is: they are ours
+            ".*treespec.*is deprecated.*",
+        ):
+            warnings.filterwarnings("ignore", advice)
+        try:
+            yield
+        finally:
+            messages.removeFilter(useful)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

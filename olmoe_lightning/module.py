@@ -1,0 +1,486 @@
+"""OLMoE as a LightningModule: losses, optimizer, schedule, logging, generation.
+
+B batch, S sequence, E experts, Lm MoE layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from olmoe_lightning.checkpoint import load_pretrained
+from olmoe_lightning.checkpoint.hf_config import functional_differences
+from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
+from olmoe_lightning.generate import Continuation, GenerationConfig, generate, split_prompts
+from olmoe_lightning.kernels import keep_freed_memory
+from olmoe_lightning.metrics import LanguageModelMetrics, TokenMean
+from olmoe_lightning.model import RoutingStats, Transformer
+from olmoe_lightning.model.losses import IGNORE_INDEX
+from olmoe_lightning.model.router import Router
+from olmoe_lightning.schedules import Schedule, make_schedule
+
+Batch = dict[str, Tensor]
+
+
+class OLMoE(LightningModule):
+    """A mixture-of-experts language model, ready for ``Trainer.fit``.
+
+    Batches are dictionaries with ``input_ids`` (int64 [B, S]) and ``labels`` (int64 [B, S], already shifted, -100 where
+    nothing is predicted), and optionally ``document_ids`` (integers [B, S], -1 on padding) and ``source_ids`` (int64
+    [B], index of the mixture component).
+
+    Args:
+        config: a :class:`ModelConfig`, or the name of a preset.
+        overrides: fields of the configuration to change, for example ``{num_experts: 32}``.
+        learning_rate: peak learning rate.
+        weight_decay: AdamW's, on weight matrices only (see ``decay_all``).
+        betas: decay rates of AdamW's averages of the gradient and of its square.
+        eps: AdamW's term in the denominator, for stability.
+        decay_all: decay norms and embeddings too, as OLMoE-1B-7B was trained.
+        expert_lr_multiplier: factor on the learning rate of the routed experts.
+        schedule: ``cosine``, ``wsd`` (warm-up, stable, decay) or ``constant``.
+        warmup_steps: linear warm-up in optimizer steps.
+        warmup_tokens: the same in tokens; not together with ``warmup_steps``.
+        schedule_steps: length of the schedule; ``None`` takes the trainer's ``max_steps``.
+        min_lr_ratio: final learning rate over the peak.
+        decay_fraction: share of the run in which ``wsd`` decays.
+        init_seed: of the initial weights, which depend on nothing else.
+        pretrained: weights to start from: a directory with a Hugging Face OLMoE or the output of
+            ``olmoe-lightning convert``, or a ``.ckpt`` file; ``config`` must describe the same network.
+        compile_blocks: compile each block with ``torch.compile`` (about half a minute at the first step).
+        generation: how ``predict`` continues the rows of a batch.
+
+    Raises:
+        ValueError: an argument is out of range, or the warm-up is given twice.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig | str = "tiny",
+        overrides: dict[str, Any] | None = None,
+        learning_rate: float = 4e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        decay_all: bool = False,
+        expert_lr_multiplier: float = 1.0,
+        schedule: Schedule = "cosine",
+        warmup_steps: int = 0,
+        warmup_tokens: int = 0,
+        schedule_steps: int | None = None,
+        min_lr_ratio: float = 0.1,
+        decay_fraction: float = 0.2,
+        init_seed: int = 0,
+        pretrained: str | None = None,
+        compile_blocks: bool = False,
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008  # frozen
+    ) -> None:
+        super().__init__()
+        if warmup_steps and warmup_tokens:
+            raise ValueError(
+                f"give the warm-up once: warmup_steps is {warmup_steps} and warmup_tokens is {warmup_tokens}"
+            )
+        for name, value in (
+            ("learning_rate", learning_rate),
+            ("expert_lr_multiplier", expert_lr_multiplier),
+            ("eps", eps),
+        ):
+            if value <= 0:
+                raise ValueError(f"{name} ({value}) must be positive")
+        for name, value in (
+            ("weight_decay", weight_decay),
+            ("warmup_steps", warmup_steps),
+            ("warmup_tokens", warmup_tokens),
+        ):
+            if value < 0:
+                raise ValueError(f"{name} ({value}) must not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas ({betas[0]}, {betas[1]}) must lie in [0, 1)")
+        # The other numbers of the schedule are checked before the first step waits for data.
+        make_schedule(schedule, 0, schedule_steps or 1, min_lr_ratio, decay_fraction)
+        self.config = _resolve(config, overrides)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = (betas[0], betas[1])  # from YAML and checkpoints also as a list
+        self.eps = eps
+        self.decay_all = decay_all
+        self.expert_lr_multiplier = expert_lr_multiplier
+        self.schedule: Schedule = schedule
+        self.warmup_steps = warmup_steps
+        self.warmup_tokens = warmup_tokens
+        self.schedule_steps = schedule_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.decay_fraction = decay_fraction
+        self.init_seed = init_seed
+        self.pretrained = pretrained
+        self.compile_blocks = compile_blocks
+        self.generation = generation
+        # Plain values only, so that a checkpoint loads with weights_only=True.
+        self.save_hyperparameters(
+            {
+                "config": self.config.to_dict(),
+                "learning_rate": learning_rate,
+                "weight_decay": weight_decay,
+                "betas": self.betas,
+                "eps": eps,
+                "decay_all": decay_all,
+                "expert_lr_multiplier": expert_lr_multiplier,
+                "schedule": schedule,
+                "warmup_steps": warmup_steps,
+                "warmup_tokens": warmup_tokens,
+                "schedule_steps": schedule_steps,
+                "min_lr_ratio": min_lr_ratio,
+                "decay_fraction": decay_fraction,
+                "init_seed": init_seed,
+            }
+        )
+        self.model: Transformer | None = None
+        self.routing_stats: RoutingStats | None = None
+        """Statistics of the last training or validation batch, detached, on the device."""
+        self._counts: Tensor | None = None  # of the optimizer step under way, for the selection bias
+        self._loaded: dict[str, Any] = {}  # hyperparameters of the checkpoint that was loaded
+        self.metrics = LanguageModelMetrics()
+
+    # ---------------------------------------------------------------------------------------------- building
+
+    @override
+    def configure_model(self) -> None:
+        """Build and initialise the network once; Lightning calls this on every entry point."""
+        self.built()
+
+    def built(self) -> Transformer:
+        """The network, built on first use."""
+        if self.model is None:
+            self.model = Transformer(self.config)
+            self.model.init_weights(self.init_seed)
+            if self.pretrained is not None:
+                load_pretrained(self.model, self.pretrained)
+            if self.compile_blocks:
+                for block in self.model.blocks:
+                    block.compile()
+        return self.model
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Check the data against the model, make room for the losses of each source, and say how large the model is."""
+        if self.trainer.strategy.root_device.type == "mps":
+            raise ValueError("Apple GPUs lack the float64 and grouped products used here; set accelerator='cpu'")
+        data = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {self.config.vocab_size}; "
+                f"set model.overrides.vocab_size to at least {tokenizer.vocab_size} or choose another tokenizer"
+            )
+        seq_len = getattr(data, "seq_len", 0)
+        if seq_len > self.config.max_seq_len:
+            raise ValueError(
+                f"the data's seq_len ({seq_len}) exceeds the model's max_seq_len ({self.config.max_seq_len}); "
+                "shorten the one or raise the other with model.overrides.max_seq_len"
+            )
+        self.metrics.set_sources(getattr(data, "val_source_names", []))
+        self._counts = None
+        if stage == "fit":
+            length = seq_len or self.config.max_seq_len
+            rank_zero_info(
+                f"Model: {self.config.num_params:,} parameters, {self.config.num_active_params:,} active per token, "
+                f"{self.config.flops_per_token(length) / 1e6:,.1f} MFLOP per token of training (sequences of {length})"
+            )
+
+    @override
+    def on_fit_start(self) -> None:
+        """On a CPU, keep the memory of a step for the next."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    @override
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Logits, fp32 [B, S, V], of int64 [B, S] tokens (attention inside documents when their ids are given)."""
+        model = self.built()
+        hidden, _ = model(input_ids, document_ids)
+        return model.logits(hidden)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Cross entropy, balance and z-losses of a microbatch.
+
+        Returns:
+            ``loss``: fp32 [], mean over the labels that count (z-loss of the head included; the router's losses
+            contribute their gradients inside the layers). ``num_tokens``: int64 [], the labels that count.
+        """
+        model = self.built()
+        labels = batch["labels"]
+        counted = labels != IGNORE_INDEX
+        num_tokens = counted.sum()
+        divisor = num_tokens.clamp(min=1)
+        hidden, stats = model(batch["input_ids"], batch.get("document_ids"), counted, self._aux_scale(divisor))
+        losses = model.loss(hidden, labels)
+        loss = losses.total / divisor
+
+        self.routing_stats = stats
+        cross_entropy = losses.cross_entropy_N.sum()
+        self.metrics.train_perplexity(cross_entropy, num_tokens)
+        self.log("train/loss", cross_entropy / divisor, prog_bar=True)
+        self.log("train/perplexity", self.metrics.train_perplexity, on_step=True, on_epoch=False)
+        if self.config.lm_z_loss_coeff:
+            self.log("train/lm_z_loss", self.config.lm_z_loss_coeff * losses.z / divisor)
+        if stats is not None:
+            layers = len(stats.z_sum)
+            self.log(
+                "train/balance_loss", self.config.balance_loss_coeff * stats.balance_sum.sum() / (divisor * layers)
+            )
+            self.log("train/router_z_loss", self.config.router_z_loss_coeff * stats.z_sum.sum() / (divisor * layers))
+            if self.config.bias_update_rate:
+                self._counts = stats.counts if self._counts is None else self._counts + stats.counts
+        return {"loss": loss, "num_tokens": num_tokens}
+
+    def _aux_scale(self, divisor: Tensor) -> Tensor:
+        """Factor with which the layers' losses join the backward pass: the one that the main loss has there, fp32 [].
+
+        It is 1 where the strategy back-propagates sums and divides at the end. Elsewhere the mean is back-propagated,
+        which Lightning divides by the accumulated batches and multiplies by the scale of fp16's gradients.
+        """
+        if getattr(self.trainer.strategy, "backpropagates_sums", False):
+            return torch.ones((), device=divisor.device)
+        scale = 1.0 / (divisor * self.trainer.accumulate_grad_batches)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return scale if scaler is None else scaler.scale(scale)
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Cross entropy, perplexity, nats per byte; of every source apart as well."""
+        self._evaluate(batch, "val")
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """The same as validation, logged under ``test/``."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Batch, prefix: str) -> None:
+        model = self.built()
+        labels = batch["labels"]
+        counted = labels != IGNORE_INDEX
+        num_tokens = counted.sum()
+        hidden, stats = model(batch["input_ids"], batch.get("document_ids"), counted)
+        losses = model.loss(hidden, labels)
+        cross_entropy_BS = losses.cross_entropy_N.view_as(labels)
+        cross_entropy = cross_entropy_BS.sum()
+        rows = len(labels)
+
+        def log(name: str, attribute: str, total: Tensor, count: Tensor, prog_bar: bool = False) -> None:
+            metric = self.metrics.get_submodule(attribute)
+            assert isinstance(metric, TokenMean)
+            metric.update(total, count)
+            # Sums are accumulated, so an epoch's value is exact; `batch_size` only silences a guess.
+            self.log(
+                f"{prefix}/{name}",
+                metric,
+                on_step=False,
+                on_epoch=True,
+                batch_size=rows,
+                prog_bar=prog_bar,
+                metric_attribute=f"metrics.{attribute}",
+            )
+
+        log("loss", "loss", cross_entropy, num_tokens, prog_bar=True)
+        log("perplexity", "perplexity", cross_entropy, num_tokens)
+        token_bytes = self._token_bytes(labels.device)
+        if token_bytes is not None:
+            count = token_bytes[labels.where(counted, 0)].where(counted, 0).sum()
+            log("nats_per_byte", "nats_per_byte", cross_entropy, count)
+        if "source_ids" in batch:
+            for index, name in enumerate(self.metrics.source_names):
+                from_source = (batch["source_ids"] == index)[:, None]
+                total = cross_entropy_BS.where(from_source, 0.0).sum()
+                log(f"loss/{name}", f"source_losses.{index}", total, (counted & from_source).sum())
+        self.routing_stats = stats
+        if stats is not None:
+            tokens = num_tokens * len(stats.z_sum)
+            balance, z = self.config.balance_loss_coeff, self.config.router_z_loss_coeff
+            log("balance_loss", "balance_loss", balance * stats.balance_sum.sum(), tokens)
+            log("router_z_loss", "router_z_loss", z * stats.z_sum.sum(), tokens)
+
+    def _token_bytes(self, device: torch.device) -> Tensor | None:
+        """Bytes of each token of the vocabulary, int64 [V], if the data module knows its tokenizer."""
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is None:
+            return None
+        known = torch.as_tensor(tokenizer.token_bytes, dtype=torch.int64, device=device)
+        return torch.nn.functional.pad(known, (0, self.config.vocab_size - len(known)))
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[Continuation]:
+        """Give the beginning of each row to the model and let it go on, as :attr:`generation` says.
+
+        Returns:
+            One :class:`~olmoe_lightning.generate.Continuation` per row that has a prompt, on the CPU.
+        """
+        settings = self.generation
+        generator = torch.Generator(self.device).manual_seed(settings.seed + batch_idx)
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        eos_id = None if tokenizer is None else int(tokenizer.eos_id)
+        pairs = split_prompts(batch["input_ids"], batch.get("document_ids"), settings)
+        lengths = [len(prompt) for prompt, _ in pairs]
+        result: dict[int, Continuation] = {}
+        for length in sorted(set(lengths)):  # a generated batch has prompts of one length
+            rows = [row for row, found in enumerate(lengths) if found == length]
+            prompts = torch.stack([pairs[row][0] for row in rows])
+            texts = self.generate(
+                prompts, settings.max_new_tokens, settings.temperature, settings.top_p, eos_id, generator
+            )
+            for row, written in zip(rows, texts[:, length:].cpu(), strict=True):
+                ends = (written == eos_id).nonzero() if eos_id is not None else []
+                written = written[: int(ends[0]) + 1] if len(ends) else written
+                result[row] = Continuation(pairs[row][0].cpu(), written, pairs[row][1].cpu())
+        return [result[row] for row in sorted(result)]
+
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        eos_id: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue prompts, int64 [B, S] to [B, S + new]; see :func:`olmoe_lightning.generate.generate`."""
+        model = self.built()
+        was_training = model.training
+        model.eval()
+        try:
+            return generate(model, prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
+        finally:
+            model.train(was_training)
+
+    # ---------------------------------------------------------------------------------------------- optimizer
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over at most four groups: {experts, others} x {decay, no decay}, each with its name."""
+        groups: dict[str, list[torch.nn.Parameter]] = {}
+        for name, parameter in self.built().named_parameters():
+            if not parameter.requires_grad:
+                continue
+            part = "experts" if getattr(parameter, "is_expert", False) else "dense"
+            decays = self.decay_all or (parameter.ndim > 1 and not name.startswith("embed."))
+            groups.setdefault(f"{part}{'' if decays else '_no_decay'}", []).append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": parameters,
+                    "name": name,
+                    "lr": self.learning_rate * (self.expert_lr_multiplier if name.startswith("experts") else 1.0),
+                    "weight_decay": 0.0 if name.endswith("no_decay") else self.weight_decay,
+                }
+                for name, parameters in groups.items()
+            ],
+            lr=self.learning_rate,
+            betas=self.betas,
+            eps=self.eps,
+            # Lightning refuses to clip under mixed precision with a fused optimizer.
+            fused=not isinstance(self.trainer.precision_plugin, MixedPrecision),
+        )
+        scheduler = LambdaLR(optimizer, self._schedule())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _schedule(self) -> Callable[[int], float]:
+        total = self.schedule_steps
+        if total is None and self.trainer.max_steps > 0:
+            total = self.trainer.max_steps
+        if total is None and self.schedule != "constant":
+            # Last resort: this loads the training data early.
+            estimate = self.trainer.estimated_stepping_batches
+            total = int(estimate) if math.isfinite(estimate) else None
+        warmup = self._warmup_steps()
+        if self.trainer.fast_dev_run and total is not None:  # type: ignore[attr-defined]
+            total = max(total, warmup)  # a trial of a few steps is no reason to refuse the warm-up of the real run
+        return make_schedule(self.schedule, warmup, total, self.min_lr_ratio, self.decay_fraction)
+
+    def _warmup_steps(self) -> int:
+        if not self.warmup_tokens:
+            return self.warmup_steps
+        data = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "batch_size") or not hasattr(data, "seq_len"):
+            raise ValueError(
+                f"warmup_tokens ({self.warmup_tokens}) needs a data module with batch_size and seq_len; "
+                "give warmup_steps instead"
+            )
+        replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        per_step = data.batch_size * data.seq_len * replicas * self.trainer.accumulate_grad_batches
+        return math.ceil(self.warmup_tokens / per_step)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then move the routers' selection biases by the load of the whole global batch."""
+        super().optimizer_step(*args, **kwargs)
+        if self._counts is not None:
+            self.update_selection_biases(self.trainer.strategy.reduce(self._counts, reduce_op="sum"))
+            self._counts = None
+
+    def update_selection_biases(self, counts: Tensor) -> None:
+        """One step of the loss-free balancing.
+
+        Args:
+            counts: int64 [Lm, E], requested assignments of the global batch.
+        """
+        routers = [module for module in self.built().modules() if isinstance(module, Router)]
+        for router, layer_counts in zip(routers, counts, strict=True):
+            router.update_selection_bias(layer_counts)
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the tokenizer too: a checkpoint alone is enough to write text."""
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if isinstance(tokenizer, BPETokenizer):
+            checkpoint["tokenizer"] = tokenizer.to_json()
+        elif isinstance(tokenizer, ByteTokenizer):
+            checkpoint["tokenizer"] = "byte"
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the weights of another network.
+
+        Raises:
+            ValueError: the configurations differ in something that the weights depend on; the message lists it.
+        """
+        self._loaded = checkpoint.get("hyper_parameters", {})
+        if "config" in self._loaded:
+            differences = functional_differences(self.config, ModelConfig.from_dict(self._loaded["config"]))
+            if differences:
+                raise ValueError(f"the checkpoint holds another network: {'; '.join(differences)}")
+
+    @override
+    def on_train_start(self) -> None:
+        """After a resume, say which settings came with the optimizer's state although others were asked for."""
+        restored = ("learning_rate", "expert_lr_multiplier", "weight_decay", "betas", "eps", "decay_all")
+        other = {name: self._loaded.get(name, getattr(self, name)) for name in restored}
+        other = {name: value for name, value in other.items() if value != getattr(self, name)}
+        if self.trainer.global_step and other:
+            rank_zero_warn(
+                f"The optimizer continues with {', '.join(f'{k} {v}' for k, v in other.items())} of the checkpoint, "
+                f"not with {', '.join(f'{k} {getattr(self, k)}' for k in other)}. To change these, start from its "
+                "weights with model.pretrained instead of ckpt_path."
+            )
+
+
+def _resolve(config: ModelConfig | str | dict[str, Any], overrides: dict[str, Any] | None) -> ModelConfig:
+    if isinstance(config, str):
+        config = ModelConfig.preset(config)
+    elif isinstance(config, dict):  # as checkpoints keep it
+        config = ModelConfig.from_dict(config)
+    return config.replace(**overrides) if overrides else config

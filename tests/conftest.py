@@ -1,0 +1,91 @@
+"""What every test gets: one thread, an environment that is put back, and the smallest model, data and trainer."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from olmoe_lightning import ModelConfig, TokenDataModule, TokenSource
+
+EOS = 256
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_clean_environment():
+    torch.set_num_threads(1)
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def small_config():
+    """Two MoE layers, 4 experts, every loss switched on; vocabulary of the byte tokenizer."""
+    return ModelConfig(
+        vocab_size=264,
+        d_model=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        num_experts=4,
+        top_k=2,
+        expert_hidden=32,
+        max_seq_len=128,
+        qk_norm="head",
+        normalize_weights=True,
+        balance_loss_coeff=0.02,
+        router_z_loss_coeff=0.003,
+        lm_z_loss_coeff=0.001,
+    )
+
+
+@pytest.fixture(scope="session")
+def token_files(tmp_path_factory):
+    """Two token files of letters that follow a pattern, in documents of 9 to 40 tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    random = np.random.default_rng(0)
+    for name, first in (("upper", 65), ("lower", 97)):
+        documents = [
+            np.append((first + (np.arange(length) * step) % 26), EOS)
+            for length, step in random.integers((8, 1), (40, 4), (200, 2))
+        ]
+        np.save(folder / f"{name}.npy", np.concatenate(documents).astype(np.uint16))
+    return folder
+
+
+@pytest.fixture
+def small_data(token_files):
+    """A data module over both files, [4, 32] tokens a batch."""
+
+    def make(**options):
+        sources = [TokenSource(str(token_files / f"{name}.npy"), name=name) for name in ("upper", "lower")]
+        return TokenDataModule(**({"train": sources, "val": sources, "seq_len": 32, "batch_size": 4} | options))
+
+    return make
+
+
+@pytest.fixture
+def quiet_trainer(tmp_path):
+    """A real trainer on the CPU that prints nothing and writes nothing unless asked to."""
+
+    def make(*callbacks, **options):
+        defaults = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 4,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "limit_val_batches": 2,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": tmp_path,
+        }
+        return Trainer(callbacks=list(callbacks), **(defaults | options))
+
+    return make

@@ -1,0 +1,88 @@
+"""Every file in examples/ runs, with a few steps."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from olmoe_lightning.cli import main
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+FEW = [
+    "--trainer.accelerator=cpu",
+    "--trainer.max_steps=3",
+    "--trainer.val_check_interval=1",
+    "--trainer.limit_val_batches=1",
+    "--trainer.log_every_n_steps=1",
+    "--model.overrides.num_layers=2",
+]
+CHANGES = {"quickstart.yaml": ["--model.warmup_steps=1"], "mixture.yaml": ["--model.warmup_tokens=100"]}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The default corpus is made once, and not in the user's cache."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def folder(tmp_path, cache, monkeypatch):
+    """An own folder to run in, with the text that mixture.yaml asks for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    prose = "One document about the weather, with rain in the north and sun in the south.\n"
+    code = "def double(value):\n    return 2 * value\n"
+    for name, text in (("notes", prose), ("source", code), ("held-out", prose + code)):
+        (tmp_path / name).mkdir()
+        for number in range(12):
+            (tmp_path / name / f"{number}.txt").write_text(f"{number}\n" + text * (20 + number))
+    tokenizer = "bpe:4096"
+    for name, output in (("notes", "notes"), ("source", "source"), ("held-out", "val")):
+        assert main(["tokenize", name, "--output", f"data/{output}.npy", "--tokenizer", tokenizer]) == 0
+        tokenizer = "data/notes.tokenizer.json"
+    return tmp_path
+
+
+def test_there_is_a_test_for_every_example():
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(CHANGES)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_yaml_example_trains_and_writes_checkpoint_logs_and_manifest(name, folder, capsys):
+    assert main(["fit", "--config", str(EXAMPLES / name), *FEW, *CHANGES[name]]) == 0
+    run = folder / "runs" / name.removesuffix(".yaml") / "version_0"
+    assert {"config.yaml", "manifest.json", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert list(run.glob("events.out.tfevents.*"))
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 3
+    printed = capsys.readouterr().out
+    assert "best validation loss" in printed
+    assert ("The model continues" in printed) == (name == "quickstart.yaml")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_yaml_example_says_how_it_is_run(name):
+    text = (EXAMPLES / name).read_text()
+    assert f"olmoe-lightning fit --config examples/{name}" in text
+    assert {"trainer", "model", "data"} <= set(yaml.safe_load(text))
+
+
+def test_the_script_trains(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max-steps", "2", "--val-batches", "1", "--root", "out"])
+    runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+    assert list((folder / "out").rglob("*.ckpt"))
+    assert "The model continues" in capsys.readouterr().out
+
+
+def test_the_snippet_of_the_readme_runs(folder):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    snippet = readme.split("```python\n")[1].split("```")[0]
+    assert "trainer.fit(" in snippet
+    snippet = snippet.replace('accelerator="auto"', 'accelerator="cpu"').replace(
+        "max_steps=500", "max_steps=2, limit_val_batches=1, enable_progress_bar=False"
+    )
+    exec(compile(snippet, "README.md", "exec"), {})

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _ours import bare_loss, optimizer_and_scheduler
+from _ours import bare_loss, prepare
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -101,7 +101,7 @@ class TrainerSide:
         batches = list(data.train_dataloader())[:steps]
         module = self._module(steps)
         model = module.built()
-        optimizer, scheduler = optimizer_and_scheduler(module)
+        optimizer, scheduler = prepare(module)
         marks = []
         for batch in batches:
             optimizer.zero_grad()

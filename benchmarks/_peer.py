@@ -18,6 +18,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from olmoe_lightning.checkpoint.hf_config import config_to_hf
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.kernels import keep_freed_memory
 
 
 class PeerSide(BareLoop):
@@ -28,9 +29,14 @@ class PeerSide(BareLoop):
         seq_len: S.
         tokens: T.
         compile_model: run the whole model through ``torch.compile``.
+        keep_memory: let the C library keep freed memory, as OLMoE does in training.
     """
 
-    def __init__(self, config: dict[str, Any], seq_len: int, tokens: int, compile_model: bool) -> None:
+    def __init__(
+        self, config: dict[str, Any], seq_len: int, tokens: int, compile_model: bool, keep_memory: bool
+    ) -> None:
+        if keep_memory:
+            keep_freed_memory()
         transformers.utils.logging.set_verbosity_error()
         ours = ModelConfig.from_dict(config)
         torch.manual_seed(0)

@@ -17,7 +17,8 @@ def table(results: dict[str, Any]) -> str:
         f"expert width {settings['hidden']}, top-{settings['top_k']}, vocabulary {settings['vocab']}, "
         f"sequence {settings['seq_len']}, {settings['tokens']} tokens a step, fp32, {settings['threads']} threads, "
         f"fused AdamW, compile_blocks={settings['compile']}",
-        f"all processes: OMP_NUM_THREADS=MKL_NUM_THREADS={settings['threads']}; inherited: {environment}",
+        f"all processes: OMP_NUM_THREADS=MKL_NUM_THREADS={settings['threads']}; inherited: {environment}; "
+        f"freed memory is kept{' by ours only' if settings['peer_default_malloc'] else ''}",
         f"load average {_number(load['average_before'])} before, {_number(load['average_after'])} after; "
         f"meanwhile others kept {_number(load['others_during'])} cores busy and the host took "
         f"{_number(load['steal_during'])}",

@@ -50,6 +50,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="OLMoE(compile_blocks)")
     parser.add_argument("--peer-compile", action="store_true", help="also run transformers under torch.compile")
+    parser.add_argument(
+        "--peer-default-malloc",
+        action="store_true",
+        help="leave transformers the C library's habit of returning freed memory, which OLMoE changes",
+    )
     parser.add_argument("--peak-seconds", type=float, default=0.8, help="time for the machine's peak in each round")
     parser.add_argument("--json-only", action="store_true", help="print the line of JSON without the table")
     sizes = parser.add_argument_group("sizes")
@@ -126,14 +131,15 @@ def run_peer(args: argparse.Namespace, num_experts: int, progress: Progress) -> 
             return stack.enter_context(Worker(kind, args.threads, **options))
 
         sides = {"ours": worker("ours", **common, compile_blocks=args.compile)}
-        sides["transformers"] = worker("peer", **common, compile_model=False)
+        peer = {**common, "keep_memory": not args.peer_default_malloc}
+        sides["transformers"] = worker("peer", **peer, compile_model=False)
         peak = worker("peak", shapes=matrix_shapes(config, args.tokens))
         progress(f"{num_experts} experts: warm-up, and which way of transformers is the fastest")
         loss = {"ours": sides["ours"].ask("steps", count=WARMUP_STEPS)["loss"]}
-        choice = sides["transformers"].ask("choose", steps=2)
+        choice = sides["transformers"].ask("choose", steps=4)
         peak.ask("measure", seconds=0.1 * args.peak_seconds)
         if args.peer_compile:
-            compiled = worker("peer", **common, compile_model=True)
+            compiled = worker("peer", **peer, compile_model=True)
             try:
                 progress(f"{num_experts} experts: transformers compiles")
                 compiled.ask("use", implementation=choice["chosen"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -77,18 +79,21 @@ class NextSteps(Callback):
 
         commands = []
         if logs is not None:
-            commands.append(("see the curves", f"tensorboard --logdir {_quote(logs)}"))
+            commands.append(("see the curves", f"{_program('tensorboard')} --logdir {_quote(logs)}"))
         if (model := best or last) is not None:
             prompt = shlex.quote(self.prompt)
             commands.append(
-                ("let it write", f"olmoe-lightning generate --checkpoint {_quote(model)} --prompt {prompt}")
+                (
+                    "let it write",
+                    f"{_program('olmoe-lightning')} generate --checkpoint {_quote(model)} --prompt {prompt}",
+                )
             )
         if (newest := last or best) is not None:
             options = f"--config {_quote(config)} " if config is not None and config.exists() else ""
             if trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps:
                 # The checkpoint is at max_steps already: with the old limit fitting would stop at once.
                 options += f"--trainer.max_steps {2 * trainer.max_steps} "
-            commands.append(("train on", f"olmoe-lightning fit {options}--ckpt_path {_quote(newest)}"))
+            commands.append(("train on", f"{_program('olmoe-lightning')} fit {options}--ckpt_path {_quote(newest)}"))
         return [f"{name + ':':<22}{text}" for name, text in result + commands]
 
 
@@ -101,6 +106,12 @@ def _checkpoints(trainer: Trainer) -> tuple[Path | None, Path | None]:
 
     best, last = existing("best_model_path"), existing("last_model_path")
     return best, None if best == last else last
+
+
+def _program(name: str) -> str:
+    """How to call a command from here: by its name, or by its path in a virtual environment that is not activated."""
+    beside = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) or not beside.exists() else _quote(beside)
 
 
 def _quote(path: Path) -> str:

@@ -1,6 +1,6 @@
 """The same as quickstart.yaml, as a script: a Trainer, a module, a data module.
 
-python examples/train.py --max-steps 500
+python examples/train.py --max-steps 250
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from olmoe_lightning.callbacks import (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny", help="name of a model configuration")
-    parser.add_argument("--max-steps", type=int, default=500, help="optimizer steps")
+    parser.add_argument("--max-steps", type=int, default=250, help="optimizer steps")
     parser.add_argument("--val-batches", type=int, default=24, help="batches of a validation")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
     parser.add_argument("--root", default="runs", help="folder for logs and checkpoints")
@@ -51,7 +51,7 @@ def main() -> None:
         ],
     )
     module = OLMoE(ModelConfig.preset(options.preset), learning_rate=3e-3, warmup_steps=min(50, options.max_steps // 2))
-    trainer.fit(module, TokenDataModule(seq_len=256, batch_size=16))
+    trainer.fit(module, TokenDataModule(tokenizer="bpe:2048", seq_len=256, batch_size=16))
 
 
 if __name__ == "__main__":

@@ -104,8 +104,9 @@ class OLMoECLI(LightningCLI):
             if "parsing config" not in str(error) or not isinstance(args, list):
                 raise
             # The parser knows line and column of the mistake but not the file.
-            files = [after for word, after in itertools.pairwise(args) if word in ("-c", "--config")]
-            raise UsageError(f"{', '.join(map(str, files))}: {error}") from error
+            words = " ".join(map(str, args)).replace("--config=", "--config ").split()
+            files = [after for word, after in itertools.pairwise(words) if word in ("-c", "--config")]
+            raise UsageError(f"{', '.join(files)}: {error}") from error
         self._asked = self.config.clone()
 
     @override
@@ -309,6 +310,7 @@ def _quiet() -> Iterator[None]:
             ".*does not have many workers which may be a bottleneck.*",  # memory-mapped tokens need no workers
             ".*smaller than the logging interval.*",
             ".*LightningCLI's args parameter is intended to run from within Python.*",  # so it is: they are ours
+            ".*The dirpath has changed.*",  # each run has its folder, and the checkpoint comes from another run
             ".*treespec.*is deprecated.*",
         ):
             warnings.filterwarnings("ignore", advice)

@@ -342,7 +342,7 @@ def _bench_8l(num_experts: int) -> ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
-        vocab_size=512,
+        vocab_size=2048,
         d_model=192,
         num_layers=4,
         num_heads=6,

@@ -150,6 +150,7 @@ class OLMoE(LightningModule):
         """Statistics of the last training or validation batch, detached, on the device."""
         self._counts: Tensor | None = None  # of the optimizer step under way, for the selection bias
         self._loaded: dict[str, Any] = {}  # hyperparameters of the checkpoint that was loaded
+        self._tokenizer: str | None = None  # of the data, as checkpoints keep it
         self.metrics = LanguageModelMetrics()
 
     # ---------------------------------------------------------------------------------------------- building
@@ -189,6 +190,10 @@ class OLMoE(LightningModule):
                 f"the data's seq_len ({seq_len}) exceeds the model's max_seq_len ({self.config.max_seq_len}); "
                 "shorten the one or raise the other with model.overrides.max_seq_len"
             )
+        if isinstance(tokenizer, BPETokenizer):
+            self._tokenizer = tokenizer.to_json()
+        elif isinstance(tokenizer, ByteTokenizer):
+            self._tokenizer = "byte"
         self.metrics.set_sources(getattr(data, "val_source_names", []))
         self._counts = None
         if stage == "fit":
@@ -412,7 +417,7 @@ class OLMoE(LightningModule):
     def _warmup_steps(self) -> int:
         if not self.warmup_tokens:
             return self.warmup_steps
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "batch_size") or not hasattr(data, "seq_len"):
             raise ValueError(
                 f"warmup_tokens ({self.warmup_tokens}) needs a data module with batch_size and seq_len; "
@@ -445,11 +450,8 @@ class OLMoE(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the tokenizer too: a checkpoint alone is enough to write text."""
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-        if isinstance(tokenizer, BPETokenizer):
-            checkpoint["tokenizer"] = tokenizer.to_json()
-        elif isinstance(tokenizer, ByteTokenizer):
-            checkpoint["tokenizer"] = "byte"
+        if self._tokenizer is not None:
+            checkpoint["tokenizer"] = self._tokenizer
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -459,6 +461,7 @@ class OLMoE(LightningModule):
             ValueError: the configurations differ in something that the weights depend on; the message lists it.
         """
         self._loaded = checkpoint.get("hyper_parameters", {})
+        self._tokenizer = self._tokenizer or checkpoint.get("tokenizer")
         if "config" in self._loaded:
             differences = functional_differences(self.config, ModelConfig.from_dict(self._loaded["config"]))
             if differences:

@@ -1,5 +1,6 @@
-"""What every test gets: one thread, an environment that is put back, and the smallest model, data and trainer."""
+"""What every test gets: one thread, a process that is left as it was, and the smallest model, data and trainer."""
 
+import logging
 import os
 
 import numpy as np
@@ -10,15 +11,17 @@ from lightning.pytorch import Trainer
 from olmoe_lightning import ModelConfig, TokenDataModule, TokenSource
 
 EOS = 256
+LIGHTNING = logging.getLogger("lightning.pytorch")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_a_clean_environment():
+def _one_thread_and_a_process_left_as_it_was():
     torch.set_num_threads(1)
-    environment = dict(os.environ)
+    environment, level = dict(os.environ), LIGHTNING.level
     yield
     os.environ.clear()
     os.environ.update(environment)
+    LIGHTNING.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,8 @@ def test_both_sides_compute_the_same_loss_from_the_same_weights(tmp_path):
 
     # Without the balance loss, which transformers adds to the loss it returns and we to the gradients alone.
     options = {"config": toy_config(balance_loss_coeff=0.0).to_dict(), "seq_len": 32, "tokens": 64}
-    ours, peer = OurSide(**options, compile_blocks=False), PeerSide(**options, compile_model=False)
+    ours = OurSide(**options, compile_blocks=False)
+    peer = PeerSide(**options, compile_model=False, keep_memory=True)
     peer.model.save_pretrained(tmp_path)
     load_pretrained(ours.model, str(tmp_path))
     assert peer.model.config._attn_implementation == "sdpa"

@@ -40,6 +40,7 @@ def run_all(trainer_of, module, data, tmp_path, capsys):
         *every,
         logger=TensorBoardLogger(tmp_path, name="logs"),
         enable_checkpointing=True,
+        enable_progress_bar=True,
         limit_val_batches=1,
         val_check_interval=3,
         max_steps=6,

@@ -1,4 +1,7 @@
+import os
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from olmoe_lightning.callbacks import NextSteps, RunManifest, SampleText
+from olmoe_lightning.callbacks.next_steps import _program
 
 
 def test_sample_is_printed_repeats_with_its_seed_and_goes_to_tensorboard(
@@ -69,8 +73,9 @@ def test_wrong_sampling_numbers_are_refused(options):
 
 
 def test_next_steps_name_the_best_loss_the_files_and_the_commands(
-    make_trainer, small_moe, random_tokens, tmp_path, capsys
+    make_trainer, small_moe, random_tokens, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # an activated environment
     saver = ModelCheckpoint(tmp_path / "my run", monitor="val/loss", save_last=True)
     manifest, steps = RunManifest(), NextSteps(prompt="it's")
     logger = TensorBoardLogger(tmp_path, name="logs")
@@ -99,6 +104,18 @@ def test_next_steps_name_the_best_loss_the_files_and_the_commands(
     assert commands["train on"] == [
         *("olmoe-lightning", "fit", "--trainer.max_steps", "12", "--ckpt_path", saver.last_model_path)
     ]
+
+
+def test_commands_have_their_path_where_the_environment_is_not_activated(tmp_path, monkeypatch):
+    for name in ("python", "tensorboard"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert _program("tensorboard") == f"{tmp_path.name}/tensorboard"
+    assert _program("olmoe-lightning") == "olmoe-lightning"  # it is not there either
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _program("tensorboard") == "tensorboard"
 
 
 def test_next_steps_name_nothing_that_does_not_exist(make_trainer, small_moe, random_tokens, capsys):

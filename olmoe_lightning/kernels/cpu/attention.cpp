@@ -4,8 +4,6 @@
 // Letters: B batch, S sequence, Hq query heads, Hkv key/value heads, C head width. Queries, keys, values and outputs are
 // [B, S, H, C]; first_key [B, S] is the first key that a query sees; lse [B, Hq, S] are the softmax's logarithms.
 
-#include <vector>
-
 #include "common.h"
 
 namespace {
@@ -56,7 +54,7 @@ void attention_forward(const float* q, const float* k, const float* v, const int
   const int64_t q_stride = heads * head_dim, kv_stride = kv_heads * head_dim, group = heads / kv_heads;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scores(kBlock * seq);
+    float* scores = scratch<0>(kBlock * seq);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < batch * heads; ++task) {
       const int64_t b = task / heads, h = task % heads;
@@ -67,12 +65,12 @@ void attention_forward(const float* q, const float* k, const float* v, const int
       for (int64_t start = 0; start < seq; start += kBlock) {
         const auto [queries, first, keys] = visible(firsts, start, seq);
         matmul_nt(queries, keys, head_dim, qh + start * q_stride, q_stride, kh + first * kv_stride, kv_stride,
-                  scores.data(), keys, scale);
+                  scores, keys, scale);
         for (int64_t i = 0; i < queries; ++i) {
           lse[task * seq + start + i] =
-              softmax_row(scores.data() + i * keys, keys, firsts[start + i] - first, start + i + 1 - first);
+              softmax_row(scores + i * keys, keys, firsts[start + i] - first, start + i + 1 - first);
         }
-        matmul_nn(queries, head_dim, keys, scores.data(), keys, vh + first * kv_stride, kv_stride,
+        matmul_nn(queries, head_dim, keys, scores, keys, vh + first * kv_stride, kv_stride,
                   out + (b * seq + start) * q_stride + h * head_dim, q_stride);
       }
     }
@@ -87,7 +85,8 @@ void attention_backward(const float* grad_out, const float* q, const float* k, c
   const int64_t q_stride = heads * head_dim, kv_stride = kv_heads * head_dim, group = heads / kv_heads;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> probs(kBlock * seq), grad_probs(kBlock * seq);
+    float* probs = scratch<0>(kBlock * seq);
+    float* grad_probs = scratch<1>(kBlock * seq);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < batch * kv_heads; ++task) {
       const int64_t b = task / kv_heads, kv_head = task % kv_heads;
@@ -102,8 +101,8 @@ void attention_backward(const float* grad_out, const float* q, const float* k, c
           const auto [queries, first, keys] = visible(firsts, start, seq);
           const int64_t q_offset = (b * seq + start) * q_stride + h * head_dim;
           const int64_t k_offset = kv_offset + first * kv_stride;
-          matmul_nt(queries, keys, head_dim, q + q_offset, q_stride, k + k_offset, kv_stride, probs.data(), keys, scale);
-          matmul_nt(queries, keys, head_dim, grad_out + q_offset, q_stride, v + k_offset, kv_stride, grad_probs.data(),
+          matmul_nt(queries, keys, head_dim, q + q_offset, q_stride, k + k_offset, kv_stride, probs, keys, scale);
+          matmul_nt(queries, keys, head_dim, grad_out + q_offset, q_stride, v + k_offset, kv_stride, grad_probs,
                     keys);
           for (int64_t i = 0; i < queries; ++i) {
             const int64_t from = firsts[start + i] - first, to = start + i + 1 - first;
@@ -112,8 +111,8 @@ void attention_backward(const float* grad_out, const float* q, const float* k, c
             float mean = 0;  // of the gradient under the probabilities: sum_j p_j g_j = grad_out . out
 #pragma omp simd reduction(+ : mean)
             for (int64_t c = 0; c < head_dim; ++c) mean += g[c] * o[c];
-            float* p = probs.data() + i * keys;
-            float* gp = grad_probs.data() + i * keys;
+            float* p = probs + i * keys;
+            float* gp = grad_probs + i * keys;
             const float log_sum = lse[(b * heads + h) * seq + start + i];
 #pragma omp simd
             for (int64_t j = from; j < to; ++j) {
@@ -125,11 +124,11 @@ void attention_backward(const float* grad_out, const float* q, const float* k, c
               std::fill(row + to, row + keys, 0.0f);
             }
           }
-          matmul_nn(queries, head_dim, keys, grad_probs.data(), keys, k + k_offset, kv_stride, grad_q + q_offset,
+          matmul_nn(queries, head_dim, keys, grad_probs, keys, k + k_offset, kv_stride, grad_q + q_offset,
                     q_stride);
-          matmul_tn(keys, head_dim, queries, grad_probs.data(), keys, q + q_offset, q_stride, grad_k + k_offset,
+          matmul_tn(keys, head_dim, queries, grad_probs, keys, q + q_offset, q_stride, grad_k + k_offset,
                     kv_stride, 1, 1);
-          matmul_tn(keys, head_dim, queries, probs.data(), keys, grad_out + q_offset, q_stride, grad_v + k_offset,
+          matmul_tn(keys, head_dim, queries, probs, keys, grad_out + q_offset, q_stride, grad_v + k_offset,
                     kv_stride, 1, 1);
         }
       }

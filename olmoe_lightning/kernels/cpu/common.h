@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -78,4 +79,13 @@ inline void stream_copy(const float* from, int64_t count, float* to) {
   }
 #endif
   std::memcpy(to, from, count * sizeof(float));
+}
+
+// A thread's working memory, kept between calls: fresh memory would be cleared by the system, and again by the vector.
+// The content is what the last user of the slot left.
+template <int Slot>
+inline float* scratch(int64_t count) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
 }

@@ -70,17 +70,18 @@ void experts_forward(const float* x, const float* w_gate_up, const float* w_down
   }
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> gu(kBlock * 2 * hidden), h(kBlock * hidden);
+    float* gu = scratch<0>(kBlock * 2 * hidden);
+    float* h = scratch<1>(kBlock * hidden);
 #pragma omp for schedule(dynamic, 1)
     for (size_t i = 0; i < pieces.size(); ++i) {
       const auto [e, start, rows] = pieces[i];
-      matmul_nt(rows, 2 * hidden, width, x + start * width, w_gate_up + e * 2 * hidden * width, gu.data());
+      matmul_nt(rows, 2 * hidden, width, x + start * width, w_gate_up + e * 2 * hidden * width, gu);
       for (int64_t r = 0; r < rows; ++r) {
-        swiglu_row(gu.data() + r * 2 * hidden, row_weights[start + r], hidden, h.data() + r * hidden);
+        swiglu_row(gu + r * 2 * hidden, row_weights[start + r], hidden, h + r * hidden);
       }
       // The backward pass needs it, much later.
-      stream_copy(gu.data(), rows * 2 * hidden, gate_up + start * 2 * hidden);
-      matmul_nt(rows, width, hidden, h.data(), w_down + e * width * hidden, y + start * width);
+      stream_copy(gu, rows * 2 * hidden, gate_up + start * 2 * hidden);
+      matmul_nt(rows, width, hidden, h, w_down + e * width * hidden, y + start * width);
     }
   }
 }
@@ -94,7 +95,9 @@ void experts_backward(const float* grad_y, const float* x, const float* w_gate_u
   const std::vector<int64_t> order = by_size(offsets, experts);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> grad_h(kBlock * hidden), h(kBlock * hidden), grad_gu(kBlock * 2 * hidden);
+    float* grad_gu = scratch<0>(kBlock * 2 * hidden);
+    float* h = scratch<1>(kBlock * hidden);
+    float* grad_h = scratch<2>(kBlock * hidden);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < experts; ++i) {
       const int64_t e = order[i], first = e ? offsets[e - 1] : 0, last = offsets[e];
@@ -107,15 +110,15 @@ void experts_backward(const float* grad_y, const float* x, const float* w_gate_u
       for (int64_t start = first; start < last; start += kBlock) {
         const int64_t rows = std::min(kBlock, last - start);
         const float* gy = grad_y + start * width;
-        matmul_nn(rows, hidden, width, gy, w_down + e * width * hidden, grad_h.data());
+        matmul_nn(rows, hidden, width, gy, w_down + e * width * hidden, grad_h);
         for (int64_t r = 0; r < rows; ++r) {
           grad_row_weights[start + r] =
-              swiglu_backward_row(gate_up + (start + r) * 2 * hidden, grad_h.data() + r * hidden,
-                                  row_weights[start + r], hidden, grad_gu.data() + r * 2 * hidden, h.data() + r * hidden);
+              swiglu_backward_row(gate_up + (start + r) * 2 * hidden, grad_h + r * hidden,
+                                  row_weights[start + r], hidden, grad_gu + r * 2 * hidden, h + r * hidden);
         }
-        matmul_tn(width, hidden, rows, gy, h.data(), gw2, start > first);
-        matmul_nn(rows, width, 2 * hidden, grad_gu.data(), w_gate_up + e * 2 * hidden * width, grad_x + start * width);
-        matmul_tn(2 * hidden, width, rows, grad_gu.data(), x + start * width, gw1, start > first);
+        matmul_tn(width, hidden, rows, gy, h, gw2, start > first);
+        matmul_nn(rows, width, 2 * hidden, grad_gu, w_gate_up + e * 2 * hidden * width, grad_x + start * width);
+        matmul_tn(2 * hidden, width, rows, grad_gu, x + start * width, gw1, start > first);
       }
     }
   }

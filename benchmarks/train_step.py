@@ -46,7 +46,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--scaling-experts", type=_integers, default=[8, 32, 128], help="counts of 'scaling'")
     parser.add_argument("--scaling-tokens", type=int, default=32768, help="tokens of an optimizer step in 'scaling'")
-    parser.add_argument("--micro-tokens", type=int, help="tokens of a microbatch in 'scaling' (default: --tokens)")
+    parser.add_argument("--micro-tokens", type=int, help="tokens of a microbatch in 'scaling' (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="OLMoE(compile_blocks)")
     parser.add_argument("--peer-compile", action="store_true", help="also run transformers under torch.compile")
@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--seq-len", type=int, default=256)
     sizes.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
     args = parser.parse_args(arguments)
-    args.micro_tokens = args.micro_tokens or args.tokens
+    args.micro_tokens = args.micro_tokens or args.scaling_tokens
     for name in ("rounds", "steps", "threads", "tokens", "scaling_tokens", "micro_tokens", "seq_len"):
         value = getattr(args, name)
         if value is not None and value < 1:

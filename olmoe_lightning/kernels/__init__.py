@@ -10,6 +10,7 @@ from olmoe_lightning.kernels.native import reference_kernels
 from olmoe_lightning.kernels.norm import HeadLayout, prepare_qkv, rms_norm
 from olmoe_lightning.kernels.permute import Permutation, combine_rows, dispatch_rows, plan_permutation
 from olmoe_lightning.kernels.swiglu import swiglu
+from olmoe_lightning.kernels.top_k import top_k_stable
 
 __all__ = [
     "HeadLayout",
@@ -28,5 +29,6 @@ __all__ = [
     "reference_kernels",
     "rms_norm",
     "swiglu",
+    "top_k_stable",
     "visibility_mask",
 ]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.kernels import no_autocast
+from olmoe_lightning.kernels import no_autocast, top_k_stable
 
 
 class RoutingStats(NamedTuple):
@@ -56,29 +56,6 @@ class Routing(NamedTuple):
     aux_loss: Tensor
     """fp32 []: coefficients applied, a sum over tokens; its gradient reaches the router when it is attached."""
     stats: RoutingStats
-
-
-def top_k_stable(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest values of each row, largest first; among equal values the lower index first.
-
-    ``torch.topk`` leaves the order of ties open, and it differs between devices. Here each fp32 score becomes an int64
-    key, the score's bits made monotonic in the upper half and the reversed index in the lower: no two are equal.
-
-    Args:
-        scores: fp32 [..., E].
-        k: at most E.
-
-    Returns:
-        int64 [..., k].
-    """
-    size = scores.shape[-1]
-    bits = scores.detach().contiguous().view(torch.int32)
-    # The bits of negative floats order backwards; -0.0 (the smallest int32) must equal +0.0.
-    bits = torch.where(bits < 0, torch.bitwise_xor(bits, 0x7FFFFFFF) + 1, bits).long()
-    reversed_index = torch.arange(size - 1, -1, -1, device=scores.device)
-    keys = torch.bitwise_or(torch.bitwise_left_shift(bits, 32), reversed_index)
-    top = torch.topk(keys, k, dim=-1).values
-    return size - 1 - torch.bitwise_and(top, 0xFFFFFFFF)
 
 
 class Router(nn.Module):
@@ -126,13 +103,17 @@ class Router(nn.Module):
         if self.training and config.router_jitter > 0:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - config.router_jitter, 1 + config.router_jitter)
         logits_TE = F.linear(x_TD, self.weight.float())
-        logsumexp_T = torch.logsumexp(logits_TE, dim=-1)
         if config.score_function == "sigmoid":
+            logsumexp_T = torch.logsumexp(logits_TE, dim=-1)
             scores_TE = torch.sigmoid(logits_TE) + 1e-7  # never all zero, so that normalising is safe
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
         else:
-            probs_TE = torch.exp(logits_TE - logsumexp_T[:, None])
-            scores_TE = probs_TE
+            scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
+            # log p = logit - logsumexp, read off at the largest logit: two values a token instead of passes over [T, E].
+            top_T1 = logits_TE.detach().argmax(-1, keepdim=True)
+            logsumexp_T = (logits_TE.gather(1, top_T1) - probs_TE.gather(1, top_T1).log())[:, 0]
+            entropy_T = (logsumexp_T - torch.linalg.vecdot(probs_TE, logits_TE)).detach()
 
         if config.router_mode == "random":
             # A benchmark's routing: as if the scores were noise. The product with zero keeps the router in the graph.
@@ -142,7 +123,7 @@ class Router(nn.Module):
         weights_TK = self._weights(logits_TE, scores_TE, expert_ids_TK)
 
         mask_T = None if token_mask_BS is None else token_mask_BS.reshape(-1)
-        aux_loss, stats = self._losses(probs_TE, logsumexp_T, expert_ids_TK, mask_T, batch, seq)
+        aux_loss, stats = self._losses(probs_TE, logsumexp_T, entropy_T, expert_ids_TK, mask_T, batch, seq)
         return Routing(expert_ids_TK, weights_TK, aux_loss, stats)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
@@ -183,6 +164,7 @@ class Router(nn.Module):
         self,
         probs_TE: Tensor,
         logsumexp_T: Tensor,
+        entropy_T: Tensor,
         expert_ids_TK: Tensor,
         mask_T: Tensor | None,
         batch: int,
@@ -198,24 +180,24 @@ class Router(nn.Module):
         experts, k = config.num_experts, config.top_k
         scopes = batch if config.balance_loss_scope == "sequence" else 1
         logsumexp_sq_T = logsumexp_T.square()
-        entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
-        chosen_TE = torch.zeros_like(probs_TE).scatter(1, expert_ids_TK, 1.0)
+        routes = torch.ones_like(expert_ids_TK)
         if mask_T is None:
             tokens = torch.full((scopes,), batch * seq // scopes, device=probs_TE.device)
         else:
             tokens = mask_T.view(scopes, -1).sum(-1)
             # where, not a product: a padded token's NaN must not reach the sums.
             probs_TE = torch.where(mask_T[:, None], probs_TE, 0.0)
-            chosen_TE = torch.where(mask_T[:, None], chosen_TE, 0.0)
+            routes = routes * mask_T[:, None]
             logsumexp_sq_T = torch.where(mask_T, logsumexp_sq_T, 0.0)
             entropy_T = torch.where(mask_T, entropy_T, 0.0)
         prob_sum = probs_TE.view(scopes, -1, experts).sum(1)
-        counts = chosen_TE.view(scopes, -1, experts).sum(1)  # exact in fp32 up to 2^24 tokens of a microbatch
+        counts = torch.zeros(scopes, experts, dtype=torch.int64, device=probs_TE.device)
+        counts.scatter_add_(1, expert_ids_TK.view(scopes, -1), routes.view(scopes, -1))
         balance_sum = ((counts * prob_sum).sum(-1) / tokens.clamp(min=1)).sum() * (experts / k)
         z_sum = logsumexp_sq_T.sum()
         aux_loss = config.balance_loss_coeff * balance_sum + config.router_z_loss_coeff * z_sum
         stats = RoutingStats(
-            counts.sum(0).long(),
+            counts.sum(0),
             prob_sum.sum(0).detach(),
             entropy_T.sum(),
             z_sum.detach(),

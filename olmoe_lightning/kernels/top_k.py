@@ -33,7 +33,7 @@ def top_k_stable(scores: Tensor, k: int) -> Tensor:
         )  # fmt: skip
         return indices
     # Each fp32 score becomes an int64 key, the score's bits made monotonic in the upper half and the reversed index in
-    # the lower: no two are equal. The bits of negative floats order backwards; -0.0 (the smallest int32) must equal +0.0.
+    # the lower: no two are equal. The bits of negative floats order backwards; -0.0 (the smallest int32) must equal 0.
     bits = scores.view(torch.int32)
     bits = torch.where(bits < 0, torch.bitwise_xor(bits, 0x7FFFFFFF) + 1, bits).long()
     reversed_index = torch.arange(size - 1, -1, -1, device=scores.device)

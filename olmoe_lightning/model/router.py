@@ -110,7 +110,7 @@ class Router(nn.Module):
             entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
         else:
             scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
-            # log p = logit - logsumexp, read off at the largest logit: two values a token instead of passes over [T, E].
+            # log p = logit - logsumexp, read off at the largest logit: two values a token, no passes over [T, E].
             top_T1 = logits_TE.detach().argmax(-1, keepdim=True)
             logsumexp_T = (logits_TE.gather(1, top_T1) - probs_TE.gather(1, top_T1).log())[:, 0]
             entropy_T = (logsumexp_T - torch.linalg.vecdot(probs_TE, logits_TE)).detach()

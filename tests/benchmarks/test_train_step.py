@@ -113,7 +113,10 @@ def test_a_busy_machine_is_warned_about(monkeypatch):
     "arguments, message",
     [
         (["--tokens", "100", "--seq-len", "64"], "--tokens (100) must be a multiple of --seq-len (64)"),
-        (["--scaling-tokens", "3000"], "--scaling-tokens (3000) must be a multiple of --micro-tokens (2048)"),
+        (
+            ["--scaling-tokens", "3000", "--micro-tokens", "2048"],
+            "--scaling-tokens (3000) must be a multiple of --micro-tokens (2048)",
+        ),
         (["--rounds", "0"], "--rounds (0) must be at least 1"),
         (["--scaling-experts", "2,8"], "top_k (4) must not exceed num_experts (2)"),
     ],
@@ -226,7 +229,7 @@ def numbers(value) -> list[float]:
 def test_the_command_prints_a_table_and_one_line_of_json():
     arguments = toy_arguments(
         *("--experts", "4", "--rounds", "2", "--steps", "1", "--peak-seconds", "0.05"),
-        *("--scaling-experts", "4", "--scaling-tokens", "128"),
+        *("--scaling-experts", "4", "--scaling-tokens", "128", "--micro-tokens", "64"),
     )
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / "train_step.py"), *arguments], capture_output=True, text=True, timeout=200

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.model import Transformer
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.module import OLMoE
@@ -29,6 +30,7 @@ class OurSide(BareLoop):
     """
 
     def __init__(self, config: dict[str, Any], seq_len: int, tokens: int, compile_blocks: bool) -> None:
+        keep_freed_memory()  # as `fit` does
         module = OLMoE(
             ModelConfig.from_dict(config),
             learning_rate=OPTIMIZER["lr"],
@@ -83,6 +85,5 @@ def prepare(module: LightningModule) -> tuple[torch.optim.Optimizer, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module.on_fit_start()
     configured: Any = module.configure_optimizers()
     return configured["optimizer"], configured["lr_scheduler"]["scheduler"]

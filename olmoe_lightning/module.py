@@ -197,17 +197,13 @@ class OLMoE(LightningModule):
         self.metrics.set_sources(getattr(data, "val_source_names", []))
         self._counts = None
         if stage == "fit":
+            if self.trainer.strategy.root_device.type == "cpu":
+                keep_freed_memory()  # before the model is built
             length = seq_len or self.config.max_seq_len
             rank_zero_info(
                 f"Model: {self.config.num_params:,} parameters, {self.config.num_active_params:,} active per token, "
                 f"{self.config.flops_per_token(length) / 1e6:,.1f} MFLOP per token of training (sequences of {length})"
             )
-
-    @override
-    def on_fit_start(self) -> None:
-        """On a CPU, keep the memory of a step for the next."""
-        if self.device.type == "cpu":
-            keep_freed_memory()
 
     # ---------------------------------------------------------------------------------------------- steps
 

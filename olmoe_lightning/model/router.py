@@ -6,11 +6,12 @@ T tokens, K experts chosen per token, E experts, D model width, B sequences of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.kernels import no_autocast, top_k_stable
@@ -56,6 +57,23 @@ class Routing(NamedTuple):
     aux_loss: Tensor
     """fp32 []: coefficients applied, a sum over tokens; its gradient reaches the router when it is attached."""
     stats: RoutingStats
+
+
+class _LogSumExp(torch.autograd.Function):
+    """Logsumexp of rows whose softmax is known: one read forward, one product backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
+        ctx.save_for_backward(probs_TE)
+        # log p = logit - logsumexp, read off where p is largest.
+        top_p, top = probs_TE.max(dim=-1, keepdim=True)
+        return (logits_TE.gather(1, top) - top_p.log())[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        (probs_TE,) = ctx.saved_tensors
+        return grad_T[:, None] * probs_TE, None
 
 
 class Router(nn.Module):
@@ -110,9 +128,7 @@ class Router(nn.Module):
             entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
         else:
             scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
-            # log p = logit - logsumexp, read off at the largest logit: two values a token, no passes over [T, E].
-            top_T1 = logits_TE.detach().argmax(-1, keepdim=True)
-            logsumexp_T = (logits_TE.gather(1, top_T1) - probs_TE.gather(1, top_T1).log())[:, 0]
+            logsumexp_T = _LogSumExp.apply(logits_TE, probs_TE.detach())
             entropy_T = (logsumexp_T - torch.linalg.vecdot(probs_TE, logits_TE)).detach()
 
         if config.router_mode == "random":

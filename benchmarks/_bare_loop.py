@@ -6,6 +6,7 @@ B sequences, S tokens of a sequence.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def make_batches(vocab_size: int, seq_len: int, tokens: int) -> list[dict[str, T
     return batches
 
 
-class BareLoop:
+class BareLoop(ABC):
     """Trains when it is asked to.
 
     Args:
@@ -50,9 +51,9 @@ class BareLoop:
         self.optimizer = optimizer
         self._next = 0
 
+    @abstractmethod
     def loss(self, batch: dict[str, Tensor], microbatches: int) -> Tensor:
         """Of one microbatch, divided by their number; fp32 []."""
-        raise NotImplementedError
 
     def steps(self, count: int, warmup: int = 0, microbatches: int = 1) -> dict[str, Any]:
         """Train.

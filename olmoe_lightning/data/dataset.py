@@ -5,6 +5,7 @@ Letters used below: B rows of a batch, S sequence length, R rows of a source.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class SourceRows:
                 windows[place, : piece.size] = piece
 
 
-class _Rows(Dataset):
+class _Rows(Dataset, ABC):
     """Common to training and validation: a batch at a time, from the rows of several sources."""
 
     def __init__(self, sources: Sequence[SourceRows], seq_len: int, eos_id: int, pad_id: int) -> None:
@@ -75,9 +76,9 @@ class _Rows(Dataset):
     def __len__(self) -> int:
         return int(self.num_rows.sum())
 
+    @abstractmethod
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source and row of each sample number; source -1 is a row of padding."""
-        raise NotImplementedError
 
     def __getitems__(self, samples: list[int]) -> dict[str, Tensor]:
         """A whole batch: DataLoader prefers this over item by item, and the collate function has nothing left to do."""

@@ -60,7 +60,9 @@ def run_all(trainer_of, module, data, tmp_path, capsys):
 
 
 def test_all_callbacks_run_together(make_trainer, small_moe, random_tokens, tmp_path, capsys):
-    run_all(make_trainer, small_moe(), random_tokens(), tmp_path, capsys)
+    found = run_all(make_trainer, small_moe(), random_tokens(), tmp_path, capsys)
+    assert found["SampleText"].text
+    assert found["RunManifest"].path.is_relative_to(tmp_path / "logs")
 
 
 class FullBatches(torch.utils.data.Dataset):

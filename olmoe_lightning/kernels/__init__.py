@@ -11,10 +11,14 @@ from olmoe_lightning.kernels.norm import HeadLayout, prepare_qkv, rms_norm
 from olmoe_lightning.kernels.permute import Permutation, combine_rows, dispatch_rows, plan_permutation
 from olmoe_lightning.kernels.swiglu import swiglu
 from olmoe_lightning.kernels.top_k import top_k_stable
+from olmoe_lightning.kernels.transport import Dispatched, LocalTransport, Transport
 
 __all__ = [
+    "Dispatched",
     "HeadLayout",
+    "LocalTransport",
     "Permutation",
+    "Transport",
     "cast_operands",
     "causal_attention",
     "combine_rows",

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.experts import Experts
-from olmoe_lightning.model.moe import LocalTransport, MoE
+from olmoe_lightning.model.moe import MoE
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

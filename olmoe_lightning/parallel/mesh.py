@@ -1,0 +1,150 @@
+"""Which process does what: a mesh of pipeline x expert_replica x expert, the last one innermost.
+
+rank = (pipeline · R + expert_replica) · E + expert. Every expert-parallel rank is a data rank too, so dense parameters
+are replicated over data = expert_replica x expert, and an expert over expert_replica alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh; their product is the number of processes."""
+
+    pipeline: int
+    expert_replica: int
+    expert: int
+
+    @classmethod
+    def of_world(cls, world_size: int, pipeline: int = 1, expert: int = 1) -> MeshShape:
+        """The shape in which ``world_size`` processes hold stages of ``pipeline`` and shards of ``expert`` ranks.
+
+        Raises:
+            ValueError: a size is not positive, or their product does not divide the number of processes.
+        """
+        for name, size in (("pipeline_parallel_size", pipeline), ("expert_parallel_size", expert)):
+            if size < 1:
+                raise ValueError(f"{name} ({size}) must be at least 1")
+        if world_size % (pipeline * expert):
+            raise ValueError(
+                f"the number of processes ({world_size}) must be divisible by pipeline_parallel_size ({pipeline}) x "
+                f"expert_parallel_size ({expert}) = {pipeline * expert}; change devices, num_nodes or these sizes"
+            )
+        return cls(pipeline, world_size // (pipeline * expert), expert)
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.expert_replica * self.expert
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.pipeline * self.data
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline, expert_replica, expert) of a rank."""
+        return rank // self.data, rank % self.data // self.expert, rank % self.expert
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The processes along one direction of the mesh, seen from one of them. One process alone needs no group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in order."""
+    rank: int
+    """Own position among them."""
+    group: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+        """Reduce in place over the axis; nothing to do for one process."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite in place with the tensor of the axis' first process."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh as one process sees it. It is made once and passed to whoever communicates."""
+
+    shape: MeshShape
+    rank: int
+    world: Axis
+    pipeline: Axis
+    data: Axis
+    expert_replica: Axis
+    expert: Axis
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """One process, no process groups."""
+        axes = (Axis(name, (0,), 0) for name in ("world", "pipeline", "data", "expert_replica", "expert"))
+        return cls(MeshShape(1, 1, 1), 0, *axes)
+
+    @classmethod
+    def create(cls, shape: MeshShape) -> Mesh:
+        """Make the process groups; collective over all processes of the default group.
+
+        Raises:
+            ValueError: the shape has another number of processes than the default group.
+        """
+        if shape.world != dist.get_world_size():
+            raise ValueError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
+        rank = dist.get_rank()
+        everyone = tuple(range(shape.world))
+
+        def axis(name: str, part: Sequence[Sequence[int]]) -> Axis:
+            own: Axis | None = None
+            for ranks in part:  # every process makes every group, in the same order: new_group is collective
+                group = dist.new_group(list(ranks)) if 1 < len(ranks) < shape.world else None
+                if rank in ranks:
+                    group = dist.group.WORLD if len(ranks) == shape.world > 1 else group
+                    own = Axis(name, tuple(ranks), ranks.index(rank), group)
+            assert own is not None
+            return own
+
+        def lines(key: Any) -> list[list[int]]:
+            found: dict[Any, list[int]] = {}
+            for each in everyone:
+                found.setdefault(key(*shape.coordinates(each)), []).append(each)
+            return list(found.values())
+
+        return cls(
+            shape,
+            rank,
+            axis("world", [everyone]),
+            axis("pipeline", lines(lambda p, r, e: (r, e))),
+            axis("data", lines(lambda p, r, e: p)),
+            axis("expert_replica", lines(lambda p, r, e: (p, e))),
+            axis("expert", lines(lambda p, r, e: (p, r))),
+        )
+
+    def __str__(self) -> str:
+        """Where this process stands, for logs and errors."""
+        pipeline, replica, expert = self.shape.coordinates(self.rank)
+        sizes = self.shape
+        return (
+            f"rank {self.rank} of {sizes.world} (pipeline {pipeline}/{sizes.pipeline}, "
+            f"expert_replica {replica}/{sizes.expert_replica}, expert {expert}/{sizes.expert})"
+        )

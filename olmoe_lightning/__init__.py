@@ -5,15 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 if TYPE_CHECKING:
     from olmoe_lightning.config import PRESETS, ModelConfig
     from olmoe_lightning.data import TokenDataModule, TokenSource
     from olmoe_lightning.generate import GenerationConfig
     from olmoe_lightning.module import OLMoE
+    from olmoe_lightning.strategy import MoEStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["PRESETS", "GenerationConfig", "ModelConfig", "OLMoE", "TokenDataModule", "TokenSource", "__version__"]
+__all__ = [
+    "PRESETS",
+    "GenerationConfig",
+    "MoEStrategy",
+    "ModelConfig",
+    "OLMoE",
+    "TokenDataModule",
+    "TokenSource",
+    "__version__",
+]
 
 _HOME = {
     "PRESETS": "config",
@@ -22,6 +34,7 @@ _HOME = {
     "TokenSource": "data",
     "GenerationConfig": "generate",
     "OLMoE": "module",
+    "MoEStrategy": "strategy",
 }
 
 
@@ -30,3 +43,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def _moe_strategy(**options: Any) -> MoEStrategy:
+    return importlib.import_module(f"{__name__}.strategy").MoEStrategy(**options)
+
+
+# Trainer(strategy="moe") has to work after this import, and only Lightning's registry can make it so.
+StrategyRegistry.register("moe", _moe_strategy, description="Expert parallelism and a sharded optimizer", override=True)

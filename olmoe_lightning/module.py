@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,11 +26,21 @@ from olmoe_lightning.generate import Continuation, GenerationConfig, generate, s
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.model import RoutingStats, Transformer
-from olmoe_lightning.model.losses import IGNORE_INDEX
+from olmoe_lightning.model.losses import IGNORE_INDEX, LossSums
 from olmoe_lightning.model.router import Router
 from olmoe_lightning.schedules import Schedule, make_schedule
 
 Batch = dict[str, Tensor]
+
+
+@runtime_checkable
+class ExpertPlacement(Protocol):
+    """A strategy that shares experts among processes."""
+
+    root_device: torch.device
+
+    def place_experts(self, module: torch.nn.Module) -> int:
+        """Keep the own experts of each MoE layer; the global index of the first one."""
 
 
 class OLMoE(LightningModule):
@@ -163,8 +173,17 @@ class OLMoE(LightningModule):
     def built(self) -> Transformer:
         """The network, built on first use."""
         if self.model is None:
-            self.model = Transformer(self.config)
-            self.model.init_weights(self.init_seed)
+            strategy = getattr(self._trainer, "strategy", None)
+            if isinstance(strategy, ExpertPlacement) and self.pretrained is None:
+                # Without memory until only the own experts are left.
+                with torch.device("meta"):
+                    self.model = Transformer(self.config)
+                first_expert = strategy.place_experts(self.model)
+                self.model.to_empty(device=strategy.root_device)
+                self.model.init_weights(self.init_seed, first_expert)
+            else:
+                self.model = Transformer(self.config)
+                self.model.init_weights(self.init_seed)
             if self.pretrained is not None:
                 load_pretrained(self.model, self.pretrained)
             if self.compile_blocks:
@@ -232,21 +251,29 @@ class OLMoE(LightningModule):
         loss = losses.total / divisor
 
         self.routing_stats = stats
-        cross_entropy = losses.cross_entropy_N.sum()
-        self.metrics.train_perplexity(cross_entropy, num_tokens)
-        self.log("train/loss", cross_entropy / divisor, prog_bar=True)
+        self._log_training(losses, stats, num_tokens)
+        if stats is not None and self.config.bias_update_rate:
+            self._counts = stats.counts if self._counts is None else self._counts + stats.counts
+        return {"loss": loss, "num_tokens": num_tokens}
+
+    def _log_training(self, losses: LossSums, stats: RoutingStats | None, num_tokens: Tensor) -> None:
+        """Means over the tokens of all processes, equal on each of them: one reduction for all that is logged."""
+        sums = [num_tokens, losses.cross_entropy_N.sum(), losses.z]
+        if stats is not None:
+            sums += [stats.balance_sum.mean(), stats.z_sum.mean()]
+        totals = self.trainer.strategy.reduce(torch.stack([value.detach().double() for value in sums]), reduce_op="sum")
+        assert isinstance(totals, Tensor)
+        count, cross_entropy, z, *routers = totals
+        tokens = count.clamp(min=1)
+        self.metrics.train_perplexity(cross_entropy, count)
+        self.log("train/loss", (cross_entropy / tokens).float(), prog_bar=True)
         self.log("train/perplexity", self.metrics.train_perplexity, on_step=True, on_epoch=False)
         if self.config.lm_z_loss_coeff:
-            self.log("train/lm_z_loss", self.config.lm_z_loss_coeff * losses.z / divisor)
-        if stats is not None:
-            layers = len(stats.z_sum)
-            self.log(
-                "train/balance_loss", self.config.balance_loss_coeff * stats.balance_sum.sum() / (divisor * layers)
-            )
-            self.log("train/router_z_loss", self.config.router_z_loss_coeff * stats.z_sum.sum() / (divisor * layers))
-            if self.config.bias_update_rate:
-                self._counts = stats.counts if self._counts is None else self._counts + stats.counts
-        return {"loss": loss, "num_tokens": num_tokens}
+            self.log("train/lm_z_loss", (self.config.lm_z_loss_coeff * z / tokens).float())
+        if routers:
+            balance, router_z = routers
+            self.log("train/balance_loss", (self.config.balance_loss_coeff * balance / tokens).float())
+            self.log("train/router_z_loss", (self.config.router_z_loss_coeff * router_z / tokens).float())
 
     def _aux_scale(self, divisor: Tensor) -> Tensor:
         """Factor with which the layers' losses join the backward pass: the one that the main loss has there, fp32 [].
@@ -428,6 +455,9 @@ class OLMoE(LightningModule):
         """Step, then move the routers' selection biases by the load of the whole global batch."""
         super().optimizer_step(*args, **kwargs)
         if self._counts is not None:
+            if getattr(self.trainer.strategy, "step_skipped", False):
+                self._counts = None  # of a step that was not taken
+                return
             self.update_selection_biases(self.trainer.strategy.reduce(self._counts, reduce_op="sum"))
             self._counts = None
 

@@ -30,6 +30,15 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_experts, d_model, hidden))
         self._mark()
 
+    @torch.no_grad()
+    def keep(self, first: int, count: int) -> None:
+        """Give up all experts but ``count`` from index ``first`` on; before an optimizer knows the parameters."""
+        for name in ("w_gate_up", "w_down"):
+            whole = getattr(self, name)
+            part = nn.Parameter(whole[first : first + count].clone(), requires_grad=whole.requires_grad)
+            setattr(self, name, part)
+        self._mark()
+
     def _mark(self) -> None:
         for parameter in (self.w_gate_up, self.w_down):
             parameter.is_expert = True  # type: ignore[attr-defined]  # optimizer groups and sharding ask

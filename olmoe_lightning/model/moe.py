@@ -30,6 +30,35 @@ class MoE(nn.Module):
         self.shared = FeedForward(config.d_model, config.shared_hidden) if config.shared_hidden else None
         self.transport: Transport = LocalTransport(config.num_experts)
         self.recompute_experts = config.recompute == "experts"
+        self.config = config
+        self.placed: tuple[int, int] | None = None
+        """(rank, ranks) of :meth:`place`; ``None`` while all experts are here."""
+
+    def place(self, rank: int, ranks: int, transport: Transport) -> None:
+        """Keep the own share of the experts, and reach the others through ``transport``.
+
+        Args:
+            rank: of this process among those that share the experts.
+            ranks: their number; it divides the number of experts.
+            transport: carries tokens to all experts of the layer.
+
+        Raises:
+            ValueError: the experts cannot be shared evenly, or were shared among other ranks before.
+        """
+        experts = self.config.num_experts
+        if experts % ranks:
+            raise ValueError(f"num_experts ({experts}) must be divisible by expert_parallel_size ({ranks})")
+        if self.placed is None:
+            if ranks > 1:
+                self.experts.keep(rank * experts // ranks, experts // ranks)
+            self.placed = (rank, ranks)
+        elif self.placed != (rank, ranks):
+            raise ValueError(
+                f"this layer's {experts} experts were shared among {self.placed[1]} processes before (this one was "
+                f"number {self.placed[0]}), and cannot be shared among {ranks} now; build the model anew, or load it "
+                "from a checkpoint"
+            )
+        self.transport = transport
 
     def forward(
         self,

@@ -58,9 +58,14 @@ class Transformer(nn.Module):
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.vocab_size, bias=False)
 
-    def init_weights(self, seed: int) -> None:
-        """Initialise every parameter; equal for every layout of the same (seed, configuration)."""
-        init_weights(self, seed, self.config.init_std)
+    def init_weights(self, seed: int, first_expert: int = 0) -> None:
+        """Initialise every parameter; equal for every layout of the same (seed, configuration).
+
+        Args:
+            seed: of the run.
+            first_expert: global index of the first expert that is held here.
+        """
+        init_weights(self, seed, self.config.init_std, first_expert)
 
     @property
     def head_weight(self) -> Tensor:

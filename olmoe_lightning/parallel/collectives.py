@@ -80,6 +80,13 @@ def all_to_all(
     return Pending(works)
 
 
+def all_reduce(axis: Axis, flat: Tensor) -> Pending:
+    """Sum ``flat`` over the axis in place, on every process."""
+    if axis.size == 1:
+        return Pending()
+    return Pending([dist.all_reduce(flat, group=axis.group, async_op=True)])
+
+
 def reduce_scatter(axis: Axis, flat: Tensor) -> Pending:
     """Sum ``flat`` over the axis; each process gets its own equal part of the sum, in place. The rest is undefined.
 

@@ -1,0 +1,253 @@
+"""Parameters that are replicated over the same processes, laid end to end: one reduction and one gather per bucket.
+
+A bucket owns three flat tensors of n elements, n divisible by the D processes that share it:
+
+- ``weights`` in the parameters' dtype: the parameters become views of it;
+- ``grads`` in fp32, whatever the dtype of the weights: gradients of microbatches are added there;
+- ``masters`` in fp32, of n/D elements (n without sharding): what the optimizer updates. For fp32 weights it is a view
+  of them, so that it costs nothing.
+
+Bytes per parameter with AdamW: 2 + 4 + 12/D in bf16, 4 + 4 + 8/D in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from olmoe_lightning.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from olmoe_lightning.parallel.grad_norm import sum_of_squares
+from olmoe_lightning.parallel.mesh import Axis
+
+BUCKET_ELEMENTS = 4 * 2**20
+"""Elements of a bucket unless a parameter is larger: 16 MiB of gradients, large for a network, small beside a model."""
+
+_ALIGNMENT = 32  # elements; parameters start at multiples of it, so that views stay aligned for vector loads
+
+
+class NamedParameter(NamedTuple):
+    """A parameter, the name it has in the module, and its number among all that are trained."""
+
+    name: str
+    parameter: nn.Parameter
+    number: int
+
+
+class Piece(NamedTuple):
+    """The part of a parameter that this process updates."""
+
+    number: int
+    """Number of the parameter."""
+    start: int
+    """First element, in the flattened local parameter."""
+    stop: int
+    master: nn.Parameter
+    """fp32; flat, or of the parameter's shape where it is whole."""
+
+
+class Bucket:
+    """Parameters of one dtype that are replicated over one axis.
+
+    Args:
+        parameters: in the order of the backward pass.
+        axis: the processes that hold the same values.
+        sharded: whether each of them updates its own part only.
+        values: fp32 values by parameter where they are known more exactly than the parameter holds them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        axis: Axis,
+        sharded: bool,
+        values: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.axis = axis
+        self.sharded = sharded and axis.size > 1
+        first = parameters[0].parameter
+        self.starts: list[int] = []
+        length = 0
+        for _, parameter, _ in parameters:
+            self.starts.append(length)
+            length += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        length = -(-length // (axis.size * _ALIGNMENT)) * axis.size * _ALIGNMENT
+        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(length, dtype=torch.float32, device=first.device)
+        self.masters = self.own(self.weights)
+        if first.dtype != torch.float32:
+            self.masters = torch.zeros(self.masters.shape, dtype=torch.float32, device=first.device)
+        self.grad_views: list[Tensor] = []
+        self.pieces: list[Piece] = []
+        lower = self.axis.rank * (length // self.axis.size) if self.sharded else 0
+        upper = lower + self.masters.numel()
+        for start, (_, parameter, index) in zip(self.starts, parameters, strict=True):
+            stop = start + parameter.numel()
+            value = parameter.detach() if values is None else values.get(parameter, parameter.detach())
+            self.grad_views.append(self.grads[start:stop].view(parameter.shape))
+            view = self.weights[start:stop].view(parameter.shape)
+            view.copy_(value)
+            parameter.data = view
+            begin, end = max(start, lower), min(stop, upper)
+            if begin < end:
+                master = self.masters[begin - lower : end - lower]
+                if first.dtype != torch.float32:
+                    master.copy_(value.reshape(-1)[begin - start : end - start])
+                if not self.sharded:
+                    master = master.view(parameter.shape)
+                self.pieces.append(Piece(index, begin - start, end - start, nn.Parameter(master)))
+        self.written = [False] * len(parameters)  # in this optimizer step
+        self.waiting = 0  # parameters whose gradient this backward pass still owes
+        self.launched = False
+        self._reduction = Pending()
+        self._gather = Pending()
+
+    def own(self, flat: Tensor) -> Tensor:
+        """The part of a flat tensor that this process updates."""
+        return flat.chunk(self.axis.size)[self.axis.rank] if self.sharded else flat
+
+    # ---------------------------------------------------------------------------------------------- gradients
+
+    def begin_backward(self) -> None:
+        """A backward pass starts: every parameter may bring a gradient."""
+        self.waiting = len(self.parameters)
+        self.launched = False
+
+    def collect(self, position: int) -> None:
+        """Take over the gradient that the backward pass has just left at a parameter, and free it there."""
+        name, parameter, _ = self.parameters[position]
+        if self.launched:
+            raise RuntimeError(
+                f"the gradient of {name} arrived twice in one backward pass, after it had been sent to the other "
+                "processes (reentrant checkpointing does this); set MoEStrategy(overlap_grad_reduce=False)"
+            )
+        assert parameter.grad is not None
+        view = self.grad_views[position]
+        if self.written[position]:
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+            self.written[position] = True
+        parameter.grad = None
+        self.waiting -= 1
+
+    def launch(self) -> None:
+        """Start summing the gradients over the axis."""
+        self.launched = True
+        for written, view in zip(self.written, self.grad_views, strict=True):
+            if not written:
+                view.zero_()  # not used in this step, or a leftover of the last one
+        self._reduction = (reduce_scatter if self.sharded else all_reduce)(self.axis, self.grads)
+
+    def finish_reduction(self) -> None:
+        """Wait for the sums; they are complete in the own part only."""
+        self._reduction.wait()
+
+    def sum_of_squares(self) -> Tensor:
+        """Of the summed gradients, each element once in the whole mesh, fp64 []."""
+        return sum_of_squares(self.grads.chunk(self.axis.size)[self.axis.rank])
+
+    def assign_grads(self, used: Sequence[bool], scale: Tensor) -> None:
+        """Give the pieces their gradients, times ``scale``; a parameter that no process used gets none.
+
+        Args:
+            used: by number of the parameter.
+            scale: fp32 [].
+        """
+        own = self.own(self.grads)
+        own.mul_(scale)
+        lower = self.axis.rank * own.numel() if self.sharded else 0
+        starts = {named.number: start for named, start in zip(self.parameters, self.starts, strict=True)}
+        for index, start, stop, master in self.pieces:
+            begin = starts[index] - lower
+            master.grad = own[begin + start : begin + stop].view(master.shape) if used[index] else None
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step that is over."""
+        self.written = [False] * len(self.parameters)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def start_gather(self) -> None:
+        """Send the updated part to the others and start receiving theirs."""
+        if self.masters.dtype != self.weights.dtype:
+            self.own(self.weights).copy_(self.masters)
+        if self.sharded:
+            self._gather = all_gather(self.axis, self.weights)
+
+    def finish_gather(self) -> None:
+        """Wait until the weights are those of after the step."""
+        self._gather.wait()
+
+
+class Alone:
+    """fp32 parameters that no other process holds: they stay where they are, gradients and all."""
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        self.parameters = list(parameters)
+        self.pieces = [Piece(index, 0, parameter.numel(), parameter) for _, parameter, index in parameters]
+
+    @property
+    def written(self) -> list[bool]:
+        """Which parameters have a gradient in this step."""
+        return [parameter.grad is not None for _, parameter, _ in self.parameters]
+
+    def sum_of_squares(self) -> Tensor:
+        """Of the gradients, fp64 []."""
+        device = self.parameters[0].parameter.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for _, parameter, _ in self.parameters:
+            if parameter.grad is not None:
+                total += sum_of_squares(parameter.grad.contiguous())
+        return total
+
+    def assign_grads(self, used: Sequence[bool], scale: Tensor) -> None:
+        """Scale the gradients; one that another shard of the same parameter got is zero here, not missing."""
+        grads = []
+        for _, parameter, index in self.parameters:
+            if parameter.grad is None and used[index]:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None:
+                grads.append(parameter.grad)
+        torch._foreach_mul_(grads, scale)
+
+
+def make_buckets(
+    parameters: Sequence[NamedParameter],
+    axis_of: Mapping[nn.Parameter, Axis],
+    sharded: bool,
+    values: Mapping[nn.Parameter, Tensor] | None = None,
+    limit: int = BUCKET_ELEMENTS,
+) -> list[Bucket | Alone]:
+    """Distribute parameters over buckets, last parameter first: so the backward pass fills them one after another.
+
+    Args:
+        parameters: in the order of the forward pass, each once.
+        axis_of: the processes that hold the same values of a parameter.
+        sharded: see :class:`Bucket`.
+        values: see :class:`Bucket`.
+        limit: elements at which a bucket is full.
+    """
+    alone: list[NamedParameter] = []
+    groups: list[tuple[Axis, list[NamedParameter]]] = []
+    open_groups: dict[object, int] = {}
+    sizes: dict[int, int] = {}
+    for named in reversed(parameters):
+        parameter = named.parameter
+        axis = axis_of[parameter]
+        if axis.size == 1 and parameter.dtype == torch.float32 and not (values and parameter in values):
+            alone.append(named)
+            continue
+        key = (axis.name, parameter.dtype, parameter.device)
+        place = open_groups.get(key)
+        if place is None or sizes[place] + parameter.numel() > limit:
+            place = open_groups[key] = len(groups)
+            groups.append((axis, []))
+            sizes[place] = 0
+        groups[place][1].append(named)
+        sizes[place] += parameter.numel()
+    buckets: list[Bucket | Alone] = [Bucket(members, axis, sharded, values) for axis, members in groups]
+    return [*buckets, Alone(alone)] if alone else buckets

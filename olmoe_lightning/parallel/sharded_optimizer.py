@@ -1,0 +1,346 @@
+"""The user's torch optimizer on its own part of the parameters, and the gradients' way to it.
+
+One optimizer step, seen from one process:
+
+1. Each backward pass leaves gradients of *sums* over tokens; a hook adds them to the buckets' fp32 buffers.
+2. In the last backward pass of the step a bucket is reduced over its axis as soon as its gradients are complete, always
+   in the same order of buckets, so that all processes issue the same collectives whatever their graphs did.
+3. One all-reduce of a short fp64 vector tells everyone the number of tokens, the sum of squares, whether a loss was not
+   finite, and which parameters were used. From it every process takes the same decision.
+4. The gradients are divided by the tokens and clipped in one multiplication, the optimizer updates its part, and the
+   buckets are gathered in the order in which the next forward pass needs them.
+
+The result does not depend on the mesh: there is no division by a number of processes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Alone, Bucket, NamedParameter, Piece, make_buckets
+from olmoe_lightning.parallel.grad_norm import clip_coefficient
+from olmoe_lightning.parallel.mesh import Mesh
+
+NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "SparseAdam")
+"""Optimizers that look at a whole matrix, or at all parameters, and so cannot update a part of one."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What is known after the gradients of a step were put together; the same on every process."""
+
+    num_tokens: float
+    """What the sums were divided by."""
+    grad_norm: float
+    """Global norm of the mean gradient, before clipping."""
+    bad_losses: int
+    """Microbatches whose loss was not finite."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step may be taken."""
+        return self.bad_losses == 0 and self.grad_norm < float("inf")  # NaN is not less
+
+
+class Numbering(NamedTuple):
+    """How ``optimizer.state_dict()`` of a single process numbers parameters: through all groups, frozen ones too."""
+
+    groups: list[list[int]]
+    """Numbers by group."""
+    of_parameter: dict[int, int]
+    """Number there, by number here."""
+
+
+class ShardedOptimizer:
+    """Moves ``optimizer`` in place onto fp32 shards; its object, groups and options stay.
+
+    Args:
+        optimizer: element-wise (every option of a group applies to each element alone).
+        names: name of each parameter of the module, in the order of the forward pass.
+        mesh: the processes.
+        is_expert: whether a parameter is a shard of the experts, replicated over ``expert_replica`` alone.
+        shard: update only the own part of each bucket; ``False`` keeps the optimizer's state on every process (DDP).
+        overlap_reduce: reduce buckets while the backward pass still runs.
+        values: fp32 values of parameters that hold them in a narrower dtype.
+        bucket_elements: elements at which a bucket is full.
+
+    Raises:
+        ValueError: the optimizer is not element-wise although it is to be sharded, or it holds a parameter that is not
+            the module's.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[nn.Parameter, str],
+        mesh: Mesh,
+        is_expert: Callable[[nn.Parameter], bool],
+        shard: bool = True,
+        overlap_reduce: bool = True,
+        values: Mapping[nn.Parameter, Tensor] | None = None,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.overlap_reduce = overlap_reduce
+        trained = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        foreign = sum(parameter not in names for parameter in trained)
+        if foreign:
+            raise ValueError(
+                f"the optimizer holds {foreign} parameters that are not parameters of the LightningModule; "
+                "give it self.parameters() or a part of them"
+            )
+        chosen = set(trained)
+        self.parameters = [
+            NamedParameter(name, parameter, index)
+            for index, (parameter, name) in enumerate((p, n) for p, n in names.items() if p in chosen)
+        ]
+        self.axis_of = {
+            parameter: mesh.expert_replica if is_expert(parameter) else mesh.data for _, parameter, _ in self.parameters
+        }
+        self.is_expert = {parameter: is_expert(parameter) for _, parameter, _ in self.parameters}
+        sharding = shard and any(axis.size > 1 for axis in self.axis_of.values())
+        kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NOT_ELEMENTWISE), None)
+        if kind is not None and sharding:
+            raise ValueError(
+                f"{kind} does not treat each element alone, so that no process can update a part of a parameter with "
+                "it; take an element-wise optimizer (AdamW, Lion, SGD ...) or MoEStrategy(shard_optimizer=False)"
+            )
+        groups = make_buckets(self.parameters, self.axis_of, shard, values, bucket_elements)
+        self.groups = groups
+        self.buckets = [group for group in groups if isinstance(group, Bucket)]
+        self._hooks: list[Any] = []
+        for bucket in self.buckets:
+            for position, (_, parameter, _) in enumerate(bucket.parameters):
+                hook = self._make_hook(bucket, position)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.pieces: dict[int, Piece] = {piece.number: piece for group in groups for piece in group.pieces}
+        self._move_groups()
+        self._device = self.parameters[0].parameter.device if self.parameters else torch.device("cpu")
+        self._losses: list[tuple[Tensor, Tensor]] = []  # (finite, tokens) of the microbatches of this step
+        self._syncing = False
+        self._next = 0  # bucket to be launched next
+        self.result: StepResult | None = None
+
+    def _move_groups(self) -> None:
+        """Put pieces in the place of parameters; state that the optimizer already made moves along."""
+        number = {parameter: index for _, parameter, index in self.parameters}
+        state = self.optimizer.state
+        self._numbering = Numbering([], {})
+        self._group_sizes: list[int] = []
+        count = 0
+        for group in self.optimizer.param_groups:
+            kept: list[nn.Parameter] = []
+            self._numbering.groups.append(list(range(count, count + len(group["params"]))))
+            for place, parameter in enumerate(group["params"], start=count):
+                if parameter not in number:
+                    continue  # frozen
+                self._numbering.of_parameter[number[parameter]] = place
+                old = state.pop(parameter, None)
+                piece = self.pieces.get(number[parameter])
+                if piece is None:
+                    continue  # another process updates all of it
+                kept.append(piece.master)
+                if old:
+                    state[piece.master] = {key: _part(value, parameter, piece) for key, value in old.items()}
+            count += len(group["params"])
+            group["params"] = kept
+            self._group_sizes.append(len(kept))
+
+    # ---------------------------------------------------------------------------------------------- backward
+
+    def _make_hook(self, bucket: Bucket, position: int) -> Callable[[nn.Parameter], None]:
+        def hook(_: nn.Parameter) -> None:
+            bucket.collect(position)
+            if self._syncing and bucket.waiting == 0 and self.overlap_reduce:
+                self._launch_complete()
+
+        return hook
+
+    def _launch_complete(self) -> None:
+        """Reduce the buckets that are complete, in order: one that is not holds back those behind it."""
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def begin_backward(self, sync: bool) -> None:
+        """A backward pass starts.
+
+        Args:
+            sync: it is the last one of the optimizer step.
+        """
+        self._syncing = sync
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.begin_backward()
+
+    def add_loss(self, loss: Tensor, num_tokens: Tensor) -> None:
+        """Count a microbatch.
+
+        Args:
+            loss: [], the mean that was back-propagated as a sum.
+            num_tokens: [], what it is a mean over.
+        """
+        self._losses.append((torch.isfinite(loss.detach()), num_tokens.detach()))
+
+    def finish_backward(self) -> StepResult:
+        """Put the gradients of the step together over all processes; collective.
+
+        Returns:
+            What every process now knows. The gradients are in the buckets, still sums.
+        """
+        for bucket in self.buckets[self._next :]:
+            bucket.launch()
+        self._next = len(self.buckets)
+        self._syncing = False
+        count = len(self.parameters)
+        facts = torch.zeros(3 + count, dtype=torch.float64)
+        flags = [False] * count
+        for group in self.groups:
+            for written, (_, _, index) in zip(group.written, group.parameters, strict=True):
+                flags[index] = written
+        facts[3:] = torch.tensor(flags, dtype=torch.float64)
+        facts = facts.to(self._device)
+        for finite, tokens in self._losses:
+            facts[0] += tokens
+            facts[1] += ~finite
+        for group in self.groups:
+            if isinstance(group, Bucket):
+                group.finish_reduction()
+            facts[2] += group.sum_of_squares()
+        self.mesh.data.all_reduce(facts)
+        if self.mesh.pipeline.size > 1:
+            self.mesh.pipeline.all_reduce(facts[1:3])
+        tokens, bad, squares, *used = facts.tolist()
+        self._used = [flag > 0 for flag in used]
+        self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway
+        self.result = StepResult(tokens, squares**0.5 / self._divisor, int(bad))
+        self._losses = []
+        return self.result
+
+    def assign_grads(self, max_norm: float | None = None) -> None:
+        """Hand the mean gradients to the optimizer.
+
+        Args:
+            max_norm: clip to this global norm in the same multiplication.
+        """
+        assert self.result is not None
+        scale = torch.tensor(1.0 / self._divisor, dtype=torch.float64)
+        if max_norm is not None:
+            scale *= clip_coefficient(torch.tensor(self.result.grad_norm, dtype=torch.float64), max_norm)
+        factor = scale.to(torch.float32).to(self._device)
+        for group in self.groups:
+            group.assign_grads(self._used, factor)
+
+    def drop_grads(self) -> None:
+        """Leave the optimizer nothing to do: a parameter without gradient is skipped, its state untouched."""
+        for piece in self.pieces.values():
+            piece.master.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that the optimizer is going to use, of this process' parts."""
+        return [piece.master.grad for piece in self.pieces.values() if piece.master.grad is not None]
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of parameters whose summed gradient is not finite in this process' part; costs a look at each."""
+        names = []
+        for group in self.groups:
+            for position, (name, parameter, index) in enumerate(group.parameters):
+                if isinstance(group, Alone):
+                    gradient = parameter.grad
+                else:
+                    piece = self.pieces.get(index)
+                    whole = group.grad_views[position].view(-1)
+                    gradient = None if piece is None else whole[piece.start : piece.stop]
+                if gradient is not None and not torch.isfinite(gradient).all():
+                    names.append(name)
+        return sorted(names)
+
+    # ---------------------------------------------------------------------------------------------- step
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step that is over."""
+        self.drop_grads()
+        for bucket in self.buckets:
+            bucket.begin_step()
+
+    def check_groups(self) -> None:
+        """Notice parameters that somebody added to the optimizer behind our back.
+
+        Raises:
+            ValueError: their number.
+        """
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._group_sizes:
+            raise ValueError(
+                f"the optimizer's groups had {self._group_sizes} parameters when training began and have {sizes} now; "
+                "MoEStrategy shards them once: give all parameters to the optimizer in configure_optimizers (callbacks "
+                "that unfreeze layers later cannot be used)"
+            )
+
+    def start_gather(self) -> None:
+        """Send the updated weights, those that the forward pass needs first ahead."""
+        for bucket in reversed(self.buckets):
+            bucket.start_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for all weights."""
+        for bucket in reversed(self.buckets):
+            bucket.finish_gather()
+
+    def bucket_of(self) -> dict[nn.Parameter, Bucket]:
+        """The bucket of each parameter that has one."""
+        return {parameter: bucket for bucket in self.buckets for _, parameter, _ in bucket.parameters}
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.finish_gather()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def numbering(self) -> Numbering:
+        """The parameters' numbers in the ``state_dict`` of the optimizer as the user made it."""
+        return self._numbering
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes that stay allocated between steps: weights, gradients, masters, optimizer state."""
+        sizes = {"weights": 0, "grads": 0, "masters": 0, "state": 0}
+        for group in self.groups:
+            if isinstance(group, Bucket):
+                sizes["weights"] += group.weights.nbytes
+                sizes["grads"] += group.grads.nbytes
+                if group.masters.dtype != group.weights.dtype:
+                    sizes["masters"] += group.masters.nbytes
+            else:
+                sizes["weights"] += sum(parameter.nbytes for _, parameter, _ in group.parameters)
+                sizes["grads"] += sum(parameter.nbytes for _, parameter, _ in group.parameters)
+        for state in self.optimizer.state.values():
+            sizes["state"] += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        return sizes
+
+    def predicted_bytes(self) -> float:
+        """The same for an optimizer with two fp32 moments: 6 + 12/D per bf16 parameter, 8 + 8/D per fp32 one."""
+        total = 0.0
+        for group in self.groups:
+            ways = group.axis.size if isinstance(group, Bucket) and group.sharded else 1
+            for _, parameter, _ in group.parameters:
+                fixed, shared = (8, 8) if parameter.dtype == torch.float32 else (4 + parameter.element_size(), 12)
+                total += parameter.numel() * (fixed + shared / ways)
+        return total
+
+
+def _part(value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return value.reshape(-1)[piece.start : piece.stop].view(piece.master.shape).to(torch.float32).clone()

@@ -1,0 +1,532 @@
+"""MoEStrategy: expert parallelism and a sharded optimizer under Lightning's Trainer.
+
+The file ties Lightning's hooks to the mechanics in ``parallel/`` and to the plugins; it computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from olmoe_lightning._lightning import (
+    NoOptimizer,
+    optimizers_to_device,
+)
+from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks
+from olmoe_lightning.mesh_strategy import MeshStrategy
+from olmoe_lightning.model.moe import MoE
+from olmoe_lightning.parallel import MeshShape
+from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
+from olmoe_lightning.parallel.full_state import (
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_masters,
+    local_state_dict,
+)
+from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
+from olmoe_lightning.parallel.weight_waits import WeightWaits
+from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
+from olmoe_lightning.plugins.comm.registry import make_comm
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite, and the strategy was told to stop at that."""
+
+
+class MoEStrategy(MeshStrategy):
+    """Trains any LightningModule in several processes: experts on their ranks, the optimizer sharded over all.
+
+    ``training_step`` returns a mean loss, or ``{"loss": mean, "num_tokens": n}``; the gradient is that of the mean over
+    all tokens of the optimizer step, whatever the number of processes and of accumulated batches. Without
+    ``num_tokens`` each batch counts as one.
+
+    Args:
+        expert_parallel_size: processes among which the experts of a layer are shared. It divides the number of
+            processes and the number of experts.
+        comm: how tokens travel to them: ``auto``, the name of a plugin (``local``, ``all_to_all``, or one that another
+            package registered), or a :class:`~olmoe_lightning.plugins.CommPlugin`.
+        shard_optimizer: each process updates its part of the parameters (ZeRO stage 1); ``False`` is plain data
+            parallelism, for optimizers that need whole matrices.
+        on_non_finite: ``skip`` an optimizer step whose loss or gradient is not finite, on all processes alike, or
+            ``raise``.
+        overlap_grad_reduce: sum gradients over the processes while the backward pass still runs.
+        overlap_param_gather: let the updated weights arrive while the next forward pass already runs. It happens only
+            where nothing can read the weights in between.
+        bucket_megabytes: size of the pieces in which gradients and weights travel, of fp32 gradients.
+        log_grad_norm: log ``grad_norm`` and ``skipped_steps`` at each optimizer step.
+        process_group_backend: ``gloo``, ``nccl``; by default what fits the device.
+        timeout: of the collectives.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer.
+        checkpoint_io: set by the Trainer.
+        precision_plugin: set by the Trainer.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    strategy_name = "moe"
+    backpropagates_sums = True
+    """A module's auxiliary losses join the backward pass as sums over tokens, with factor 1."""
+
+    def __init__(
+        self,
+        expert_parallel_size: int = 1,
+        comm: str | CommPlugin = "auto",
+        shard_optimizer: bool = True,
+        on_non_finite: Literal["skip", "raise"] = "skip",
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = True,
+        bucket_megabytes: float = BUCKET_ELEMENTS * 4 / 2**20,
+        log_grad_norm: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),  # immutable
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            expert_parallel_size,
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if on_non_finite not in ("skip", "raise"):
+            raise ValueError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
+        if bucket_megabytes <= 0:
+            raise ValueError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
+        self.comm = comm
+        self.shard_optimizer = shard_optimizer
+        self.on_non_finite = on_non_finite
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.overlap_param_gather = overlap_param_gather
+        self.bucket_megabytes = bucket_megabytes
+        self.log_grad_norm = log_grad_norm
+        self._comms: dict[CommSpec, CommPlugin] = {}
+        self.sharded: ShardedOptimizer | None = None
+        """The optimizer's mechanics while fitting."""
+        self._waits: WeightWaits | None = None
+        self.grad_norm: float | None = None
+        """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
+        self.skipped_steps = 0
+        """Optimizer steps that were skipped because something was not finite."""
+        self.step_skipped = False
+        """Whether the last optimizer step was skipped."""
+        self._sync = True
+        self._step_open = False
+        self._loss_sum: Tensor | None = None
+        self._gather_at_once = True
+        self._folded = False
+        self._fitted: LightningModule | None = None  # whose optimizer `sharded` is
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """Refuse what cannot work before any process is started."""
+        super().connect(model)
+        if not model.automatic_optimization:
+            raise MisconfigurationException(
+                "MoEStrategy sums, divides and clips gradients itself, which needs automatic optimization; remove "
+                "`self.automatic_optimization = False`, or take Lightning's `ddp` strategy for manual optimization"
+            )
+        # The world is as large as asked for; whether it comes up like that is checked when it is there.
+        MeshShape.of_world(max(self.num_nodes * self.num_processes, 1), 1, self.expert_parallel_size)
+        experts = getattr(getattr(model, "config", None), "num_experts", None)
+        if isinstance(experts, int) and experts % self.expert_parallel_size:
+            raise ValueError(
+                f"num_experts ({experts}) must be divisible by expert_parallel_size ({self.expert_parallel_size})"
+            )
+
+    # ---------------------------------------------------------------------------------------------- setup
+
+    def place_experts(self, module: nn.Module) -> int:
+        """Keep the own experts of each MoE layer in ``module`` and connect it with the others'.
+
+        Called by the strategy on the whole LightningModule; a module may call it earlier, while its weights are still
+        on the meta device, so that no process ever holds all experts.
+
+        Returns:
+            Global index of the first own expert of the last layer (0 without layers).
+
+        Raises:
+            ValueError: the experts cannot be shared evenly.
+        """
+        first = 0
+        axis = self.mesh.expert
+        for layer in module.modules():
+            if isinstance(layer, MoE):
+                layer.place(axis.rank, axis.size, self._comm_of(layer))
+                first = axis.rank * layer.config.num_experts // axis.size
+        return first
+
+    def _comm_of(self, layer: MoE) -> CommPlugin:
+        config = layer.config
+        dtype = getattr(self.precision_plugin, "param_dtype", None) or layer.router.weight.dtype
+        spec = CommSpec(config.num_experts, config.top_k, config.d_model, dtype, self.root_device)
+        if spec not in self._comms:
+            axis = self.mesh.expert
+            # An instance is a pattern: layers of different sizes get a copy each.
+            plugin = make_comm(copy.deepcopy(self.comm), axis.size, self.root_device)
+            plugin.setup(axis, spec)
+            if self.comm == "auto" and not self._comms:
+                rank_zero_info(f"comm='auto' chose {plugin.name!r} for {axis.size} expert-parallel ranks")
+            self._comms[spec] = plugin
+        return self._comms[spec]
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting or (self._fitted is not module):
+            self._close_optimizer()
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self.place_experts(module)
+        self.model_to_device()
+        self._equalise(module)
+        values = {parameter: parameter.data for parameter in module.parameters()} if fitting else {}
+        self.model = self.precision_plugin.convert_module(self.model)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            narrowed = {p: value for p, value in values.items() if p.dtype != value.dtype}
+            self._shard(trainer, module, narrowed)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _refuse(self, trainer: Trainer) -> None:
+        if getattr(self.precision_plugin, "scaler", None) is not None or self.precision_plugin.precision == "16-true":
+            raise MisconfigurationException(
+                f"precision {self.precision_plugin.precision!r} needs a gradient scaler, whose decisions would differ "
+                "between processes; use plugins=[BF16Precision()] or precision='bf16-mixed', which need none"
+            )
+        refuse_callbacks(trainer)
+
+    def _equalise(self, module: nn.Module) -> None:
+        """All replicas start from the values of the first one."""
+        for parameter in module.parameters():
+            axis = self.mesh.expert_replica if is_expert(parameter) else self.mesh.data
+            axis.broadcast(parameter.data)
+        self._equalise_buffers(module)
+
+    def _equalise_buffers(self, module: nn.Module) -> None:
+        """Buffers (running statistics) are those of the first data rank, as under DDP."""
+        for buffer in module.buffers():
+            if buffer.numel() and buffer.device.type != "meta":
+                self.mesh.data.broadcast(buffer.data)
+
+    def _shard(self, trainer: Trainer, module: LightningModule, values: Mapping[nn.Parameter, Tensor]) -> None:
+        self._step_open, self._loss_sum, self._fitted = False, None, module
+        if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
+            return
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.sharded = ShardedOptimizer(
+            self.optimizers[0],
+            names,
+            self.mesh,
+            is_expert,
+            shard=self.shard_optimizer,
+            overlap_reduce=self.overlap_grad_reduce,
+            values=values,
+            bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
+        )
+        self._waits = WeightWaits(module, self.sharded.bucket_of())
+        self._gather_at_once = not self.overlap_param_gather or reads_weights_between_steps(trainer, module)
+        # Lightning advances the schedule after each optimizer step, a skipped one too.
+        step = module.lr_scheduler_step
+
+        def unless_skipped(scheduler: Any, metric: Any | None) -> None:
+            if not self.step_skipped:
+                step(scheduler, metric)
+
+        module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # Trainer(gradient_clip_val=...) ends in these two, for stock and custom plugins alike.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Ranks that exchange tokens must run the same number of batches."""
+        try:
+            length = len(dataloader)
+        except (TypeError, NotImplementedError):
+            return dataloader
+        if self.mesh.expert.size > 1:
+            lengths = torch.tensor([length, -length], device=self.root_device)
+            longest, shortest = self.mesh.data.all_reduce(lengths, dist.ReduceOp.MAX).tolist()
+            if longest != -shortest:
+                raise ValueError(
+                    f"with expert parallelism every rank needs the same number of batches, but here ranks have from "
+                    f"{-shortest} to {longest} ({self.mesh} has {length}); pad the dataset, or use drop_last=True"
+                )
+        return dataloader
+
+    # ---------------------------------------------------------------------------------------------- optimizer step
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate: gradients stay here until the last backward pass of the step."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._waits is not None:
+            self._waits.begin_forward()
+        output = super().training_step(*args, **kwargs)
+        if self.sharded is None or output is None:
+            return output
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
+        if tokens is None:
+            tokens = 1
+        count = torch.as_tensor(tokens, device=loss.device)
+        self._loss_sum = loss * count.to(loss.dtype)
+        self.sharded.add_loss(loss, count)
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Back-propagate the sum over tokens; the division comes once, at the end of the step."""
+        if self.sharded is None or self._loss_sum is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if not self._step_open:
+            self.sharded.begin_step()
+            self._step_open = True
+        loss_sum, self._loss_sum = self._loss_sum, None
+        self.sharded.begin_backward(self._sync)
+        self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(loss_sum, module, optimizer, *args, **kwargs)
+        if self._waits is not None:
+            self._waits.end_backward()
+        if self._sync:
+            self._finish_gradients()
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _finish_gradients(self) -> None:
+        assert self.sharded is not None
+        self._step_open = False
+        result = self.sharded.finish_backward()
+        self.grad_norm = result.grad_norm
+        self.step_skipped = not result.finite
+        if not result.finite:
+            self._handle_non_finite(result)
+            self.sharded.drop_grads()
+        else:
+            self.sharded.assign_grads(self._folded_clip())
+
+    def _handle_non_finite(self, result: StepResult) -> None:
+        assert self.sharded is not None
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        what = (
+            f"the loss of {result.bad_losses} microbatches was not finite"
+            if result.bad_losses
+            else f"the global gradient norm is {result.grad_norm}"
+        )
+        if self.on_non_finite == "raise":
+            bad = self.sharded.non_finite_parameters()
+            found = f"; not finite on {self.mesh}: {', '.join(bad[:5]) or 'nothing'}"
+            raise NonFiniteError(f"optimizer step {trainer.global_step}: {what}{found}. Nothing was changed by it.")
+        self.skipped_steps += 1
+        rank_zero_warn(
+            f"Skipped optimizer step {trainer.global_step} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
+            "schedule and router biases are as before it."
+        )
+
+    def _folded_clip(self) -> float | None:
+        """The norm to clip to, where division and clipping can be one multiplication: nobody looks in between."""
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        looks = any(is_overridden("on_before_optimizer_step", c) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        looks = looks or is_overridden("on_before_optimizer_step", module)
+        looks = looks or is_overridden("on_after_backward", module)
+        own = is_overridden("configure_gradient_clipping", module)
+        by_norm = (trainer.gradient_clip_algorithm or "norm") == "norm"
+        self._folded = bool(trainer.gradient_clip_val) and by_norm and not looks and not own
+        return float(trainer.gradient_clip_val) if self._folded else None  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.sharded is None or self._folded or self.step_skipped or self.grad_norm is None:
+            return
+        coefficient = min(clip_val / (self.grad_norm + 1e-6), 1.0)
+        torch._foreach_mul_(self.sharded.gradients(), coefficient)
+
+    @torch.no_grad()
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.sharded is not None:
+            for gradient in self.sharded.gradients():
+                gradient.clamp_(-clip_val, clip_val)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.sharded is None:
+            return result
+        self.sharded.check_groups()
+        if not self.step_skipped:
+            self.sharded.start_gather()
+            if self._gather_at_once:
+                self.wait_for_weights()
+        if self.log_grad_norm and self.lightning_module is not None and self.grad_norm is not None:
+            self.lightning_module.log("grad_norm", self.grad_norm)
+            self.lightning_module.log("skipped_steps", float(self.skipped_steps))
+        return result
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last optimizer step have arrived from the other processes."""
+        if self.sharded is not None:
+            self.sharded.finish_gather()
+
+    # ---------------------------------------------------------------------------------------------- other loops
+
+    @override
+    def on_validation_start(self) -> None:
+        self._settle()
+
+    @override
+    def on_test_start(self) -> None:
+        self._settle()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._settle()
+
+    @override
+    def on_train_end(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        self.wait_for_weights()
+        if self.lightning_module is not None:
+            self._equalise_buffers(self.lightning_module)
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All experts, and fp32 values of what is trained, on rank 0; the other ranks' own part."""
+        module = self.lightning_module
+        assert module is not None
+        if self._interrupted:
+            return module.state_dict()
+        self._settle()
+        return full_state_dict(module, self.mesh, self.sharded, is_expert)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.sharded is None or (self._interrupted):
+            return super().optimizer_state(optimizer) if self.sharded is None else {}
+        return full_optimizer_state(self.sharded)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._interrupted:
+            log.error(
+                f"{self.mesh}: no checkpoint was written to {filepath}: a process failed, and a checkpoint needs "
+                "all of them"
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.wait_for_weights()
+        local = local_state_dict(module, self.mesh, is_expert, checkpoint["state_dict"])
+        module.load_state_dict(local, strict=strict)
+        if self.sharded is not None:
+            load_masters(self.sharded, local)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.sharded is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            load_full_optimizer_state(self.sharded, checkpoint["optimizer_states"][0])
+
+    # ---------------------------------------------------------------------------------------------- the end
+
+    def _close_optimizer(self) -> None:
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
+        if self.sharded is not None:
+            self.sharded.close()
+            self.sharded = None
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            vars(module).pop("lr_scheduler_step", None)
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
+        if self.sharded is not None and not self._interrupted:
+            self.sharded.close()
+        for plugin in self._comms.values():
+            plugin.teardown()
+        self._comms = {}
+        super().teardown()
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a shard of the experts: replicated over ``expert_replica`` alone."""
+    return bool(getattr(parameter, "is_expert", False))

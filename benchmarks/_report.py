@@ -41,21 +41,21 @@ def _peer(parts: list[dict[str, Any]]) -> list[str]:
         choice = part["experts_implementation"]
         for name, side in part["sides"].items():
             label = name if name == "ours" else name.replace("transformers", f"transformers {choice['chosen']}")
-            ratio = f"{_spread(side['ours_over_it'], 3)}x" if "ours_over_it" in side else ""
+            ratio = f"{spread(side['ours_over_it'], 3)}x" if "ours_over_it" in side else ""
             rows.append(
                 (
                     str(part["experts"]),
                     label,
-                    _spread(side["tokens_per_s"], 0),
-                    _spread(side["model_gflops"], 1),
-                    _spread(side["of_peak"], 3),
+                    spread(side["tokens_per_s"], 0),
+                    spread(side["model_gflops"], 1),
+                    spread(side["of_peak"], 3),
                     ratio,
                 )
             )
         tried = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in choice["seconds"].items())
         losses = ", ".join(f"{name} {loss:.3f}" for name, loss in part["loss"].items())
         notes += [
-            f"{part['experts']} experts: peak {_spread(part['peak']['gflops'], 1)} GFLOP/s, "
+            f"{part['experts']} experts: peak {spread(part['peak']['gflops'], 1)} GFLOP/s, "
             f"best at {part['peak']['shape']} "
             f"(against the run's best, ours reaches {part['sides']['ours']['of_best_peak']:.3f}); "
             f"{part['rounds']} rounds of {part['steps']} steps; last losses: {losses}; "
@@ -63,18 +63,18 @@ def _peer(parts: list[dict[str, Any]]) -> list[str]:
             f"{part['experts']} experts: transformers tried {tried}"
             + "".join(f"; {name} left out: {why}" for name, why in choice["left_out"].items()),
         ]
-    return ["Against transformers' OlmoeForCausalLM", *_aligned(rows), *notes]
+    return ["Against transformers' OlmoeForCausalLM", *aligned(rows), *notes]
 
 
 def _scaling(part: dict[str, Any]) -> list[str]:
     rows = [("experts", "tokens/s", f"relative to {part['by_experts'][0]['experts']}")]
     for row in part["by_experts"]:
-        rows.append((str(row["experts"]), _spread(row["tokens_per_s"], 0), _spread(row["relative"], 3)))
+        rows.append((str(row["experts"]), spread(row["tokens_per_s"], 0), spread(row["relative"], 3)))
     title = (
         f"More experts, {part['tokens_per_optimizer_step']} tokens per optimizer step "
         f"({part['microbatches']} microbatches, {part['rounds']} rounds of {part['steps']})"
     )
-    return [title, *_aligned(rows)]
+    return [title, *aligned(rows)]
 
 
 def _overhead(part: dict[str, Any]) -> list[str]:
@@ -82,12 +82,13 @@ def _overhead(part: dict[str, Any]) -> list[str]:
     rows = [("", "ms a step", "overhead %")]
     for way, name in names.items():
         overhead = part.get(f"{way}_overhead_percent")
-        rows.append((name, _spread(part["step_ms"][way], 1), _spread(overhead, 2) if overhead else ""))
+        rows.append((name, spread(part["step_ms"][way], 1), spread(overhead, 2) if overhead else ""))
     title = f"Trainer, {part['experts']} experts ({part['rounds']} rounds of {part['steps']} steps)"
-    return [title, *_aligned(rows)]
+    return [title, *aligned(rows)]
 
 
-def _spread(summary: dict[str, Any], digits: int) -> str:
+def spread(summary: dict[str, Any], digits: int) -> str:
+    """Median and quartiles."""
     median, q1, q3 = (f"{summary[name]:,.{digits}f}" for name in ("median", "q1", "q3"))
     return f"{median} [{q1} .. {q3}]"
 
@@ -96,7 +97,7 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns padded to their widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -7,6 +7,7 @@ Run as a script, this file is the worker.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ SIDES = {
     "peer": ("_peer", "PeerSide"),
     "peak": ("_peak", "MatrixPeak"),
     "trainer": ("_overhead", "TrainerSide"),
+    "parallel": ("_parallel_side", "ParallelSide"),
 }
 """Kind of worker: module and class that it holds. Each method of the class is a command."""
 
@@ -41,18 +43,24 @@ class Worker:
     Args:
         kind: one of :data:`SIDES`.
         threads: of OpenMP, BLAS and torch.
+        environment: variables that the process gets besides the inherited ones.
         options: arguments of the side's class, plain values.
     """
 
-    def __init__(self, kind: str, threads: int, **options: Any) -> None:
+    def __init__(self, kind: str, threads: int, environment: dict[str, str] | None = None, **options: Any) -> None:
         self.kind = kind
         self.idle_cpu_s = 0.0
         """CPU seconds that the process took while it waited for commands."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # close() closes it
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        threading = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, os.path.abspath(__file__), kind, str(threads), json.dumps(options)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | threading | (environment or {}),
         )
 
     def ask(self, command: str, **arguments: Any) -> Any:
@@ -61,14 +69,25 @@ class Worker:
         Raises:
             WorkerError: it raised, or the process ended.
         """
+        self.send(command, **arguments)
+        return self.receive(command)
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Ask without waiting; :meth:`receive` has to follow."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
+        # A process that has ended is noticed there.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([command, arguments]) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+
+    def receive(self, command: str) -> Any:
+        """Wait for the answer to what was sent.
+
+        Raises:
+            WorkerError: the method raised, or the process ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
             self._log.seek(0)

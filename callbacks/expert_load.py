@@ -141,7 +141,7 @@ class ExpertLoadMonitor(Callback):
             return
         means = self._report(trainer, pl_module, self._validation, "val_load", draw=True)
         self._validation = None
-        pl_module.log_dict(means, logger=False, batch_size=1)
+        pl_module.log_dict(means, logger=False, batch_size=1, sync_dist=trainer.world_size > 1)
 
     def _report_training(self, trainer: Trainer, pl_module: LightningModule, last: bool) -> dict[str, float]:
         draw = last or self._step - self._picture_step >= self.heatmap_every_n_steps

@@ -1,0 +1,134 @@
+"""One process of a parallel run: trains through ``Trainer.fit`` under the strategy that it is asked for.
+
+T tokens of a global step.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _overhead import StepClock
+from lightning.pytorch import Trainer
+
+from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
+from olmoe_lightning.kernels import keep_freed_memory
+from olmoe_lightning.plugins import BF16Precision
+
+
+class ParallelSide:
+    """Fresh modules from the same weights on the same global batches, under one strategy after the other.
+
+    The processes of a pair stay the same for all of them, and so does their process group.
+
+    Args:
+        config: fields of :class:`ModelConfig`; the vocabulary must hold bytes and two special tokens.
+        seq_len: S.
+        tokens: T, shared by the processes.
+        processes: of the run.
+    """
+
+    def __init__(self, config: dict[str, Any], seq_len: int, tokens: int, processes: int) -> None:
+        keep_freed_memory()  # as `fit` does
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
+        self._config = ModelConfig.from_dict(config)
+        self._seq_len, self._processes = seq_len, processes
+        self._batch_size = tokens // seq_len // processes
+        self._folder = tempfile.TemporaryDirectory()
+
+    def measure(self, way: str, count: int, warmup: int) -> list[float]:
+        """Train for ``warmup + count`` steps.
+
+        Returns:
+            Seconds from the end of a step to the end of the next, for the last ``count`` steps.
+        """
+        clock = StepClock()
+        trainer, _ = self._fit(way, warmup + count, clock)
+        del trainer
+        gc.collect()
+        return [after - before for before, after in itertools.pairwise(clock.marks)][-count:]
+
+    def memory(self, way: str, bf16: bool) -> dict[str, float]:
+        """Train two steps and count the bytes of all tensors that are alive afterwards.
+
+        Returns:
+            ``measured``: bytes of tensors that were not there before. ``predicted``: by the formula. ``parts``: what
+            the strategy says that they are.
+        """
+        gc.collect()
+        before = _storages()
+        clock = StepClock()
+        trainer, module = self._fit(way, 2, clock, bf16=bf16)
+        gc.collect()
+        alive = _storages()
+        sharded = trainer.strategy.sharded
+        assert sharded is not None
+        result: dict[str, Any] = {
+            "measured": sum(size for place, size in alive.items() if place not in before),
+            "predicted": sharded.predicted_bytes(),
+            "parts": sharded.persistent_bytes(),
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        }
+        return result
+
+    def _fit(self, way: str, steps: int, clock: StepClock, bf16: bool = False) -> tuple[Trainer, OLMoE]:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=self._processes,
+            strategy=_strategy(way),
+            plugins=[BF16Precision()] if bf16 else None,
+            max_steps=steps,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            callbacks=[clock],
+            default_root_dir=self._folder.name,
+        )
+        module = OLMoE(self._config, schedule_steps=max(steps, 100))
+        trainer.fit(module, self._data(steps))
+        return trainer, module
+
+    def _data(self, steps: int) -> TokenDataModule:
+        path = Path(self._folder.name) / f"random-{steps}.npy"
+        if not path.exists():
+            tokens = (steps + 1) * self._batch_size * self._processes * self._seq_len
+            np.save(path, np.random.default_rng(0).integers(0, 256, tokens, dtype=np.uint16))
+        return TokenDataModule(
+            train=str(path),
+            tokenizer="byte",
+            seq_len=self._seq_len,
+            batch_size=self._batch_size,
+            cache_dir=self._folder.name,
+        )
+
+
+def _strategy(way: str) -> Any:
+    """Lightning's own by its name; ours as ``moe`` or ``moe_ep2``."""
+    if not way.startswith("moe"):
+        return way
+    return MoEStrategy(expert_parallel_size=int(way.removeprefix("moe_ep")) if "_ep" in way else 1)
+
+
+def _storages() -> dict[int, int]:
+    """Address and bytes of each storage that a live tensor uses."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        try:
+            tensors = [thing, thing.grad] if isinstance(thing, torch.Tensor) else []
+        except ReferenceError:
+            continue
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr():
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found

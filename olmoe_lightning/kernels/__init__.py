@@ -9,6 +9,7 @@ from olmoe_lightning.kernels.grouped_mm import grouped_mm
 from olmoe_lightning.kernels.native import reference_kernels
 from olmoe_lightning.kernels.norm import HeadLayout, prepare_qkv, rms_norm
 from olmoe_lightning.kernels.permute import Permutation, combine_rows, dispatch_rows, plan_permutation
+from olmoe_lightning.kernels.router_rows import RouterRows, router_rows
 from olmoe_lightning.kernels.swiglu import swiglu
 from olmoe_lightning.kernels.top_k import top_k_stable
 from olmoe_lightning.kernels.transport import Dispatched, LocalTransport, Transport
@@ -18,6 +19,7 @@ __all__ = [
     "HeadLayout",
     "LocalTransport",
     "Permutation",
+    "RouterRows",
     "Transport",
     "cast_operands",
     "causal_attention",
@@ -32,6 +34,7 @@ __all__ = [
     "prepare_qkv",
     "reference_kernels",
     "rms_norm",
+    "router_rows",
     "swiglu",
     "top_k_stable",
     "visibility_mask",

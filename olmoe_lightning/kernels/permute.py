@@ -57,7 +57,8 @@ def _gather_sum(rows_RD: Tensor, row_of_route_TK: Tensor) -> Tensor:
         # One pass over the rows: the sum happens while they are read.
         return F.embedding_bag(row_of_route_TK, rows_RD, mode="sum")
     tokens, k = row_of_route_TK.shape
-    return rows_RD.index_select(0, row_of_route_TK.reshape(-1)).view(tokens, k, -1).sum(1, dtype=rows_RD.dtype)
+    rows = rows_RD.index_select(0, row_of_route_TK.reshape(-1))
+    return rows.view(tokens, k, rows_RD.shape[1]).sum(1, dtype=rows_RD.dtype)
 
 
 class _Dispatch(torch.autograd.Function):

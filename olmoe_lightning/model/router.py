@@ -1,20 +1,20 @@
 """The router: which K of E experts each token goes to, with which weights, and what that says about balance.
 
-T tokens, K experts chosen per token, E experts, D model width, B sequences of the batch, S tokens of a sequence.
+T tokens, K experts chosen per token, E experts, D model width, B sequences of the batch, S tokens of a sequence,
+G scopes of the balance loss (each sequence, or all tokens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.kernels import no_autocast, top_k_stable
+from olmoe_lightning.kernels import RouterRows, no_autocast, router_rows, top_k_stable
 
 
 class RoutingStats(NamedTuple):
@@ -59,23 +59,6 @@ class Routing(NamedTuple):
     stats: RoutingStats
 
 
-class _LogSumExp(torch.autograd.Function):
-    """Logsumexp of rows whose softmax is known: one read forward, one product backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
-        ctx.save_for_backward(probs_TE)
-        # log p = logit - logsumexp, read off where p is largest.
-        top_p, top = probs_TE.max(dim=-1, keepdim=True)
-        return (logits_TE.gather(1, top) - top_p.log())[:, 0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
-        (probs_TE,) = ctx.saved_tensors
-        return grad_T[:, None] * probs_TE, None
-
-
 class Router(nn.Module):
     """Scores, choice, weights, losses and statistics; a pure function of its input, in fp32 whatever x is.
 
@@ -116,41 +99,32 @@ class Router(nn.Module):
 
     def _route(self, x_BSD: Tensor, token_mask_BS: Tensor | None, chosen_TK: Tensor | None) -> Routing:
         config = self.config
-        batch, seq, width = x_BSD.shape
-        x_TD = x_BSD.reshape(-1, width).float()
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1]).float()
         if self.training and config.router_jitter > 0:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - config.router_jitter, 1 + config.router_jitter)
         logits_TE = F.linear(x_TD, self.weight.float())
-        if config.score_function == "sigmoid":
-            logsumexp_T = torch.logsumexp(logits_TE, dim=-1)
-            scores_TE = torch.sigmoid(logits_TE) + 1e-7  # never all zero, so that normalising is safe
-            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-            entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
-        else:
-            scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
-            logsumexp_T = _LogSumExp.apply(logits_TE, probs_TE.detach())
-            entropy_T = (logsumexp_T - torch.linalg.vecdot(probs_TE, logits_TE)).detach()
+        # One draw, made on a replay too, so that recompute finds the same weights at the same generator state.
+        noise_TE = torch.rand_like(logits_TE) if config.router_mode == "random" else None
 
-        if config.router_mode == "random":
-            # A benchmark's routing: as if the scores were noise. The product with zero keeps the router in the graph.
-            # One draw, made on a replay too, so that recompute finds the same weights at the same generator state.
-            scores_TE = scores_TE * 0 + torch.rand_like(scores_TE)
-        expert_ids_TK = chosen_TK if chosen_TK is not None else self._choose(logits_TE, scores_TE)
-        weights_TK = self._weights(logits_TE, scores_TE, expert_ids_TK)
+        def choose(scores_TE: Tensor) -> Tensor:
+            return chosen_TK if chosen_TK is not None else self._choose(logits_TE.detach(), scores_TE, noise_TE)
 
         mask_T = None if token_mask_BS is None else token_mask_BS.reshape(-1)
-        aux_loss, stats = self._losses(probs_TE, logsumexp_T, entropy_T, expert_ids_TK, mask_T, batch, seq)
-        return Routing(expert_ids_TK, weights_TK, aux_loss, stats)
+        scopes = len(x_BSD) if config.balance_loss_scope == "sequence" else 1
+        rows = router_rows(logits_TE, choose, mask_T, scopes, sigmoid=config.score_function == "sigmoid")
+        weights_TK = self._weights(logits_TE, rows, noise_TE)
+        aux_loss, stats = self._losses(rows, mask_T)
+        return Routing(rows.expert_ids_TK, weights_TK, aux_loss, stats)
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, noise_TE: Tensor | None) -> Tensor:
         config = self.config
         tokens, experts = scores_TE.shape
         if config.router_mode == "uniform":
             slots = torch.arange(tokens * config.top_k, device=scores_TE.device)
             return (slots % experts).view(tokens, config.top_k)
-        if config.router_mode == "random":
-            return top_k_stable(scores_TE, config.top_k)
-        selection = (logits_TE if config.score_function == "topk_softmax" else scores_TE).detach()
+        if noise_TE is not None:
+            return top_k_stable(noise_TE, config.top_k)
+        selection = logits_TE if config.score_function == "topk_softmax" else scores_TE
         if self.selection_bias is not None:
             selection = selection + self.selection_bias
         if config.num_groups > 1:
@@ -165,27 +139,20 @@ class Router(nn.Module):
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, top_k_stable(best, config.top_k_groups), True)
         return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
-    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
+    def _weights(self, logits_TE: Tensor, rows: RouterRows, noise_TE: Tensor | None) -> Tensor:
         config = self.config
-        if config.score_function == "topk_softmax" and config.router_mode != "random":
-            weights = torch.softmax(logits_TE.gather(1, expert_ids_TK), dim=-1)
-        else:
-            weights = scores_TE.gather(1, expert_ids_TK)
+        weights = rows.scores_TK
+        if noise_TE is not None:
+            # A benchmark's routing: as if the scores were noise. The product with zero keeps the router in the graph.
+            weights = weights * 0 + noise_TE.gather(1, rows.expert_ids_TK)
+        elif config.score_function == "topk_softmax":
+            weights = torch.softmax(logits_TE.gather(1, rows.expert_ids_TK), dim=-1)
         if config.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         scale = config.expert_weight_scale * (config.top_k if config.restore_weight_scale else 1)
         return weights * scale if scale != 1 else weights
 
-    def _losses(
-        self,
-        probs_TE: Tensor,
-        logsumexp_T: Tensor,
-        entropy_T: Tensor,
-        expert_ids_TK: Tensor,
-        mask_T: Tensor | None,
-        batch: int,
-        seq: int,
-    ) -> tuple[Tensor, RoutingStats]:
+    def _losses(self, rows: RouterRows, mask_T: Tensor | None) -> tuple[Tensor, RoutingStats]:
         """Balance and z-loss as sums over the counted tokens.
 
         Per scope of T tokens: T · E/K · sum_e f_e · P_e with f_e = count_e / T (no gradient) and P_e the mean
@@ -193,32 +160,30 @@ class Router(nn.Module):
         every E and K, and the coefficient is what it says.
         """
         config = self.config
-        experts, k = config.num_experts, config.top_k
-        scopes = batch if config.balance_loss_scope == "sequence" else 1
-        logsumexp_sq_T = logsumexp_T.square()
+        scopes, experts = rows.prob_sum_GE.shape
+        expert_ids_TK, entropy_T = rows.expert_ids_TK, rows.entropy_T
+        logsumexp_sq_T = rows.logsumexp_T.square()
         routes = torch.ones_like(expert_ids_TK)
         if mask_T is None:
-            tokens = torch.full((scopes,), batch * seq // scopes, device=probs_TE.device)
+            tokens_G = torch.full((scopes,), len(entropy_T) // scopes, device=entropy_T.device)
         else:
-            tokens = mask_T.view(scopes, -1).sum(-1)
+            tokens_G = mask_T.view(scopes, -1).sum(-1)
             # where, not a product: a padded token's NaN must not reach the sums.
-            probs_TE = torch.where(mask_T[:, None], probs_TE, 0.0)
-            routes = routes * mask_T[:, None]
             logsumexp_sq_T = torch.where(mask_T, logsumexp_sq_T, 0.0)
             entropy_T = torch.where(mask_T, entropy_T, 0.0)
-        prob_sum = probs_TE.view(scopes, -1, experts).sum(1)
-        counts = torch.zeros(scopes, experts, dtype=torch.int64, device=probs_TE.device)
-        counts.scatter_add_(1, expert_ids_TK.view(scopes, -1), routes.view(scopes, -1))
-        balance_sum = ((counts * prob_sum).sum(-1) / tokens.clamp(min=1)).sum() * (experts / k)
+            routes = routes * mask_T[:, None]
+        counts_GE = torch.zeros(scopes, experts, dtype=torch.int64, device=entropy_T.device)
+        counts_GE.scatter_add_(1, expert_ids_TK.view(scopes, -1), routes.view(scopes, -1))
+        balance_sum = ((counts_GE * rows.prob_sum_GE).sum(-1) / tokens_G.clamp(min=1)).sum() * (experts / config.top_k)
         z_sum = logsumexp_sq_T.sum()
         aux_loss = config.balance_loss_coeff * balance_sum + config.router_z_loss_coeff * z_sum
         stats = RoutingStats(
-            counts.sum(0),
-            prob_sum.sum(0).detach(),
+            counts_GE.sum(0),
+            rows.prob_sum_GE.sum(0).detach(),
             entropy_T.sum(),
             z_sum.detach(),
             balance_sum.detach(),
-            tokens.sum(),
+            tokens_G.sum(),
         )
         return aux_loss, stats
 

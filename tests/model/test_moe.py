@@ -148,7 +148,7 @@ def test_the_auxiliary_gradient_is_the_scale_times_that_of_the_loss_and_absent_w
     with_aux = aux_gradients(layer, x, torch.tensor(scale))
     (alone,) = torch.autograd.grad(layer.router(x).aux_loss, layer.router.weight)
     assert alone.abs().max() > 1e-2
-    torch.testing.assert_close(with_aux - without, scale * alone, atol=2e-5, rtol=1e-5)  # a difference of larger sums
+    torch.testing.assert_close(with_aux - without, scale * alone, atol=5e-5, rtol=1e-5)  # of sums up to 87 (ulp 8e-6)
 
 
 def test_the_auxiliary_losses_do_not_change_the_output():

@@ -14,29 +14,9 @@ from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.model.router import Router, RoutingStats, top_k_stable
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 EXPERTS = 8
-
-
-def config_of(experts: int = EXPERTS, top_k: int = 3, **changes) -> ModelConfig:
-    values = {
-        "vocab_size": 8,
-        "d_model": experts,
-        "num_layers": 1,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "head_dim": 2,
-        "num_experts": experts,
-        "top_k": top_k,
-        "expert_hidden": 4,
-    }
-    return ModelConfig(**(values | changes))
-
-
-def identity_router(experts: int = EXPERTS, top_k: int = 3, **changes) -> Router:
-    router = Router(config_of(experts, top_k, **changes))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(experts))
-    return router
 
 
 def some_logits(tokens: int = 20, experts: int = EXPERTS, seed: int = 0) -> Tensor:
@@ -88,7 +68,7 @@ GROUPS = [
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
-def test_choice_and_weights_equal_slow_code_written_from_the_definitions(scores, groups, bias):
+def test_choice_and_weights_equal_slow_code_written_from_the_definitions(identity_router, scores, groups, bias):
     for scale in SCALES:
         router = identity_router(score_function=scores, selection_bias=bias, **groups, **scale)
         if bias:
@@ -104,8 +84,8 @@ def test_choice_and_weights_equal_slow_code_written_from_the_definitions(scores,
         torch.testing.assert_close(routing.weights, weights, atol=2e-6, rtol=2e-6)
 
 
-def test_logits_are_the_product_with_the_router_weight():
-    config = config_of(d_model=5)
+def test_logits_are_the_product_with_the_router_weight(identity_router, router_config):
+    config = router_config(d_model=5)
     router = Router(config)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(2, 7, 5)
@@ -117,7 +97,7 @@ def test_logits_are_the_product_with_the_router_weight():
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
-def test_weights_sum_to_what_the_options_say(scores):
+def test_weights_sum_to_what_the_options_say(identity_router, scores):
     x = some_logits()
     ones = torch.ones(x.shape[1])
     normalised = {"score_function": scores, "normalize_weights": True}
@@ -129,13 +109,13 @@ def test_weights_sum_to_what_the_options_say(scores):
     torch.testing.assert_close(scaled(x).weights.sum(-1), 0.5 * ones, **close)
 
 
-def test_hopeless_sigmoid_scores_still_normalise():
+def test_hopeless_sigmoid_scores_still_normalise(identity_router):
     routing = identity_router(score_function="sigmoid", normalize_weights=True)(torch.full((1, 2, EXPERTS), -200.0))
     torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3))
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
-def test_the_gradient_of_the_weights_reaches_the_logits(scores):
+def test_the_gradient_of_the_weights_reaches_the_logits(identity_router, scores):
     """Against autograd of the plain formula at the same choice."""
     router = identity_router(score_function=scores, normalize_weights=scores == "sigmoid")
     x = some_logits().requires_grad_()
@@ -190,18 +170,18 @@ def test_a_strided_score_tensor_is_read_correctly():
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
 @pytest.mark.parametrize("value", [0.0, -5.0])
-def test_all_equal_logits_choose_the_lowest_indices(scores, value):
+def test_all_equal_logits_choose_the_lowest_indices(identity_router, scores, value):
     routing = identity_router(score_function=scores)(torch.full((2, 3, EXPERTS), value))
     assert routing.expert_ids.tolist() == [[0, 1, 2]] * 6
 
 
-def test_equal_groups_choose_the_lowest_group():
+def test_equal_groups_choose_the_lowest_group(identity_router):
     routing = identity_router(num_groups=4, top_k_groups=2)(torch.zeros(1, 2, EXPERTS))
     assert routing.expert_ids.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_nan_inputs_still_give_distinct_experts_that_exist(groups):
+def test_nan_inputs_still_give_distinct_experts_that_exist(identity_router, groups):
     x = some_logits()
     x[0, 3] = math.nan
     x[0, 5, 2] = math.nan
@@ -214,7 +194,7 @@ def test_nan_inputs_still_give_distinct_experts_that_exist(groups):
 # ------------------------------------------------------------------------------------------------------------- bias
 
 
-def test_the_selection_bias_moves_the_choice_and_never_the_weights():
+def test_the_selection_bias_moves_the_choice_and_never_the_weights(identity_router):
     plain = identity_router()
     biased = identity_router(selection_bias=True)
     x = some_logits()
@@ -227,7 +207,7 @@ def test_the_selection_bias_moves_the_choice_and_never_the_weights():
     torch.testing.assert_close(routing.stats.prob_sum, plain(x).stats.prob_sum)
 
 
-def test_a_group_is_judged_with_the_bias():
+def test_a_group_is_judged_with_the_bias(identity_router):
     router = identity_router(num_groups=4, top_k_groups=2, selection_bias=True)
     router.selection_bias[6:] = 10.0
     assert all({6, 7} <= set(row) for row in router(some_logits()).expert_ids.tolist())
@@ -243,8 +223,8 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
-def test_the_selection_bias_stays_fp32_with_its_value_through_casts(cast):
-    layer = MoE(config_of(selection_bias=True, bias_update_rate=1e-3))
+def test_the_selection_bias_stays_fp32_with_its_value_through_casts(router_config, cast):
+    layer = MoE(router_config(selection_bias=True, bias_update_rate=1e-3))
     value = torch.linspace(0.1, 0.3, EXPERTS) + 1e-5  # not representable in 16 bits
     layer.router.selection_bias.copy_(value)
     cast(layer)
@@ -257,7 +237,7 @@ def test_the_selection_bias_stays_fp32_with_its_value_through_casts(cast):
     assert layer.router.selection_bias.dtype == torch.float32
 
 
-def test_the_bias_moves_towards_the_experts_below_the_mean_by_the_rate():
+def test_the_bias_moves_towards_the_experts_below_the_mean_by_the_rate(identity_router):
     router = identity_router(4, 2, selection_bias=True, bias_update_rate=0.125)
     router.update_selection_bias(torch.tensor([10, 2, 5, 3]))
     assert router.selection_bias.tolist() == [-0.125, 0.125, 0.0, 0.125]
@@ -265,7 +245,7 @@ def test_the_bias_moves_towards_the_experts_below_the_mean_by_the_rate():
     assert router.selection_bias.tolist() == [-0.25, 0.25, -0.125, 0.25]
 
 
-def test_the_bias_moves_exactly_for_counts_that_no_float_holds():
+def test_the_bias_moves_exactly_for_counts_that_no_float_holds(identity_router):
     """fp32 is coarser than 2^16 at these sizes and even fp64 is rounded; the sign must come from integers."""
     router = identity_router(4, 2, selection_bias=True, bias_update_rate=1.0)
     large = 2**55
@@ -273,13 +253,13 @@ def test_the_bias_moves_exactly_for_counts_that_no_float_holds():
     assert router.selection_bias.tolist() == [0.0, -1.0, 1.0, 0.0]
 
 
-def test_no_tokens_leave_the_bias_where_it_is():
+def test_no_tokens_leave_the_bias_where_it_is(identity_router):
     router = identity_router(4, 2, selection_bias=True, bias_update_rate=1.0)
     router.update_selection_bias(torch.zeros(4, dtype=torch.int64))
     assert router.selection_bias.tolist() == [0.0] * 4
 
 
-def test_rate_zero_freezes_a_bias_that_still_acts():
+def test_rate_zero_freezes_a_bias_that_still_acts(identity_router):
     router = identity_router(4, 2, selection_bias=True)
     router.selection_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 9.0]))
     router.update_selection_bias(torch.tensor([10, 2, 5, 3]))
@@ -287,7 +267,7 @@ def test_rate_zero_freezes_a_bias_that_still_acts():
     assert (router(some_logits(experts=4)).expert_ids[:, 0] == 3).all()
 
 
-def test_without_a_bias_an_update_does_nothing():
+def test_without_a_bias_an_update_does_nothing(identity_router):
     router = identity_router(4, 2)
     router.update_selection_bias(torch.tensor([1, 2, 3, 4]))
     assert router.selection_bias is None
@@ -297,7 +277,7 @@ def test_without_a_bias_an_update_does_nothing():
 # ------------------------------------------------------------------------------------------- jitter, modes, dtypes
 
 
-def test_jitter_acts_in_training_only_and_within_its_bounds():
+def test_jitter_acts_in_training_only_and_within_its_bounds(identity_router):
     router = identity_router(score_function="topk_softmax", top_k=EXPERTS, router_jitter=0.1)
     plain = identity_router(score_function="topk_softmax", top_k=EXPERTS)
     x = some_logits(200)
@@ -313,15 +293,15 @@ def test_jitter_acts_in_training_only_and_within_its_bounds():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_jitter_and_fp32_scores_leave_the_layers_dtype_alone(dtype):
-    layer = MoE(config_of(router_jitter=0.1, shared_hidden=4))
+def test_jitter_and_fp32_scores_leave_the_layers_dtype_alone(router_config, dtype):
+    layer = MoE(router_config(router_jitter=0.1, shared_hidden=4))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     y, _ = layer.to(dtype).train()(torch.randn(2, 5, EXPERTS).to(dtype))
     assert y.dtype == dtype
 
 
-def test_a_16_bit_input_is_routed_in_fp32():
+def test_a_16_bit_input_is_routed_in_fp32(identity_router):
     """Logits that differ by less than a 16-bit rounding are still told apart, since the product is taken in fp32."""
     router = identity_router(2, 1)
     with torch.no_grad():
@@ -333,7 +313,7 @@ def test_a_16_bit_input_is_routed_in_fp32():
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
-def test_autocast_does_not_reach_the_router(scores):
+def test_autocast_does_not_reach_the_router(identity_router, scores):
     """Trainers with a mixed precision run the model under autocast, which would round the logits to 16 bits."""
     router = identity_router(score_function=scores, normalize_weights=True)
     x = some_logits()
@@ -347,7 +327,7 @@ def test_autocast_does_not_reach_the_router(scores):
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 3, 16), (4, 4, 3), (6, 4, 9), (5, 2, 20)])
-def test_the_uniform_mode_is_perfectly_balanced_and_weighs_by_the_scores(experts, top_k, tokens):
+def test_the_uniform_mode_is_perfectly_balanced_and_weighs_by_the_scores(identity_router, experts, top_k, tokens):
     x = some_logits(tokens, experts)
     routing = identity_router(experts, top_k, router_mode="uniform")(x)
     assert routing.stats.counts.tolist() == [tokens * top_k // experts] * experts
@@ -355,7 +335,7 @@ def test_the_uniform_mode_is_perfectly_balanced_and_weighs_by_the_scores(experts
     torch.testing.assert_close(routing.weights, x[0].softmax(-1).gather(1, routing.expert_ids))
 
 
-def test_the_random_mode_ignores_the_logits_and_keeps_the_router_in_the_graph():
+def test_the_random_mode_ignores_the_logits_and_keeps_the_router_in_the_graph(identity_router):
     router = identity_router(router_mode="random")
     x = some_logits(4000) + torch.tensor([9.0] + [0.0] * (EXPERTS - 1))
     torch.manual_seed(0)
@@ -370,7 +350,7 @@ def test_the_random_mode_ignores_the_logits_and_keeps_the_router_in_the_graph():
     assert torch.equal(router.weight.grad, torch.zeros_like(router.weight))
 
 
-def test_the_random_mode_depends_on_the_generator_alone():
+def test_the_random_mode_depends_on_the_generator_alone(identity_router):
     router = identity_router(router_mode="random")
     draws = []
     for seed in (0, 0, 1):
@@ -381,7 +361,7 @@ def test_the_random_mode_depends_on_the_generator_alone():
     assert not torch.equal(draws[0].expert_ids, draws[2].expert_ids)
 
 
-def test_a_choice_made_before_is_used_again_with_fresh_weights():
+def test_a_choice_made_before_is_used_again_with_fresh_weights(identity_router):
     router = identity_router()
     x = some_logits()
     first = router(x)
@@ -394,7 +374,7 @@ def test_a_choice_made_before_is_used_again_with_fresh_weights():
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
-def test_statistics_are_sums_that_add_up_over_batches_and_stack_over_layers():
+def test_statistics_are_sums_that_add_up_over_batches_and_stack_over_layers(identity_router):
     router = identity_router()
     x = some_logits()
     whole, first, second = router(x).stats, router(x[:, :7]).stats, router(x[:, 7:]).stats
@@ -408,7 +388,7 @@ def test_statistics_are_sums_that_add_up_over_batches_and_stack_over_layers():
     assert stacked.num_tokens == 20
 
 
-def test_statistics_say_what_they_are_called():
+def test_statistics_say_what_they_are_called(identity_router):
     x = some_logits()
     routing = identity_router()(x)
     stats = routing.stats
@@ -422,7 +402,7 @@ def test_statistics_say_what_they_are_called():
     assert stats.num_tokens == 20
 
 
-def test_entropy_is_zero_when_the_router_is_certain_and_log_e_when_it_knows_nothing():
+def test_entropy_is_zero_when_the_router_is_certain_and_log_e_when_it_knows_nothing(identity_router):
     certain = torch.full((1, 2, EXPERTS), -1e4)
     certain[..., 0] = 0.0
     assert identity_router()(certain).stats.entropy_sum == 0

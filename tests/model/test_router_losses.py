@@ -4,35 +4,27 @@ The routers have an identity weight, so that the input is the logits; probabilit
 """
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.router import Router, Routing
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 IMPOSSIBLE = -1e4  # the logit of probability zero: its exponential underflows to an exact 0
 
 
-def router_of(experts: int, top_k: int, coeff: float = 1.0, z_coeff: float = 0.0, **changes) -> Router:
-    values = {
-        "vocab_size": 8,
-        "d_model": experts,
-        "num_layers": 1,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "head_dim": 2,
-        "num_experts": experts,
-        "top_k": top_k,
-        "expert_hidden": 4,
-        "balance_loss_coeff": coeff,
-        "router_z_loss_coeff": z_coeff,
-    }
-    router = Router(ModelConfig(**(values | changes)))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(experts))
-    return router
+@pytest.fixture
+def loss_router(identity_router: Callable[..., Router]) -> Callable[..., Router]:
+    """An identity router with a balance coefficient of one and, unless asked for, without a z-loss."""
+
+    def build(experts: int, top_k: int, **changes) -> Router:
+        return identity_router(experts, top_k, **({"balance_loss_coeff": 1.0, "router_z_loss_coeff": 0.0} | changes))
+
+    return build
 
 
 def per_token(routing: Routing) -> float:
@@ -53,33 +45,33 @@ def some_logits(batch: int = 4, seq: int = 6, experts: int = 5, seed: int = 0) -
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (4, 2), (8, 3), (5, 5), (64, 8)])
-def test_perfect_balance_costs_exactly_the_coefficient(experts, top_k, scores):
+def test_perfect_balance_costs_exactly_the_coefficient(loss_router, experts, top_k, scores):
     """Token t prefers the experts t, t+1, ... in a circle: each expert is chosen and liked as much as any other."""
     preferences = torch.linspace(2, -2, experts) if experts > 1 else torch.zeros(1)
     x = torch.stack([preferences.roll(shift) for shift in range(experts)])[None]
     for coeff in (1.0, 0.01):
-        routing = router_of(experts, top_k, coeff, score_function=scores)(x)
+        routing = loss_router(experts, top_k, balance_loss_coeff=coeff, score_function=scores)(x)
         assert routing.stats.counts.tolist() == [top_k] * experts
         assert per_token(routing) == pytest.approx(coeff, rel=1e-6)
         assert routing.stats.balance_sum.item() == pytest.approx(experts, rel=1e-6)  # without its coefficient
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (64, 8)])
-def test_total_collapse_costs_experts_over_choices(experts, top_k):
+def test_total_collapse_costs_experts_over_choices(loss_router, experts, top_k):
     x = torch.full((1, 10, experts), IMPOSSIBLE)
     x[..., :top_k] = 0.0
-    assert per_token(router_of(experts, top_k)(x)) == pytest.approx(experts / top_k, rel=1e-6)
+    assert per_token(loss_router(experts, top_k)(x)) == pytest.approx(experts / top_k, rel=1e-6)
 
 
-def test_six_tokens_cost_less_than_balance_although_one_expert_gets_two_thirds():
-    routing = router_of(2, 1)(rows(*[[1.0, 0.0]] * 2, *[[0.4, 0.6]] * 4))
+def test_six_tokens_cost_less_than_balance_although_one_expert_gets_two_thirds(loss_router):
+    routing = loss_router(2, 1)(rows(*[[1.0, 0.0]] * 2, *[[0.4, 0.6]] * 4))
     assert routing.stats.counts.tolist() == [2, 4]
     assert per_token(routing) == pytest.approx(14 / 15, rel=1e-6)
 
 
-def test_two_experts_reach_seven_eighths_at_a_quarter_of_the_load():
+def test_two_experts_reach_seven_eighths_at_a_quarter_of_the_load(loss_router):
     """A quarter of the tokens is certain, the others are undecided; a tie goes to the first expert."""
-    routing = router_of(2, 1)(rows([0.0, 1.0], *[[0.5, 0.5]] * 3))
+    routing = loss_router(2, 1)(rows([0.0, 1.0], *[[0.5, 0.5]] * 3))
     assert routing.stats.counts.tolist() == [3, 1]
     assert per_token(routing) == pytest.approx(7 / 8, rel=1e-6)
 
@@ -87,7 +79,7 @@ def test_two_experts_reach_seven_eighths_at_a_quarter_of_the_load():
 @pytest.mark.parametrize(
     ("experts", "active", "top_k"), [(64, 16, 1), (64, 64, 1), (8, 2, 1), (16, 8, 4)], ids=lambda value: str(value)
 )
-def test_dead_experts_that_soak_up_probability_hide_collapse(experts, active, top_k):
+def test_dead_experts_that_soak_up_probability_hide_collapse(loss_router, experts, active, top_k):
     """Each token spreads evenly over its K active experts and all the dead ones, and ties decide for the active."""
     spread = experts - active + top_k
     x = torch.full((1, active, experts), IMPOSSIBLE)
@@ -95,7 +87,7 @@ def test_dead_experts_that_soak_up_probability_hide_collapse(experts, active, to
     for token in range(active):
         for offset in range(top_k):
             x[0, token, (token + offset) % active] = 0.0
-    routing = router_of(experts, top_k)(x)
+    routing = loss_router(experts, top_k)(x)
     assert routing.stats.counts.tolist() == [top_k] * active + [0] * (experts - active)
     value = experts * top_k / (active * spread)
     assert per_token(routing) == pytest.approx(value, rel=1e-6)
@@ -104,8 +96,8 @@ def test_dead_experts_that_soak_up_probability_hide_collapse(experts, active, to
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(5, 1), (8, 3), (6, 6)])
-def test_the_loss_is_one_plus_the_centred_inner_product(experts, top_k):
-    routing = router_of(experts, top_k)(some_logits(experts=experts))
+def test_the_loss_is_one_plus_the_centred_inner_product(loss_router, experts, top_k):
+    routing = loss_router(experts, top_k)(some_logits(experts=experts))
     stats = routing.stats
     load = stats.counts / (top_k * stats.num_tokens)
     probability = stats.prob_sum / stats.num_tokens
@@ -114,17 +106,17 @@ def test_the_loss_is_one_plus_the_centred_inner_product(experts, top_k):
     assert per_token(routing) == pytest.approx(centred.item(), rel=1e-5)
 
 
-def test_imbalance_costs_more_than_balance():
+def test_imbalance_costs_more_than_balance(loss_router):
     x = some_logits(1, 200, 8)
     crooked = x + torch.linspace(2, 0, 8)
-    assert per_token(router_of(8, 2)(crooked)) > per_token(router_of(8, 2)(x)) + 0.1
+    assert per_token(loss_router(8, 2)(crooked)) > per_token(loss_router(8, 2)(x)) + 0.1
 
 
 # ------------------------------------------------------------------------------------------------------------ scopes
 
 
-def test_the_sequence_scope_does_not_depend_on_how_sequences_are_grouped():
-    router = router_of(5, 2, z_coeff=0.1, balance_loss_scope="sequence")
+def test_the_sequence_scope_does_not_depend_on_how_sequences_are_grouped(loss_router):
+    router = loss_router(5, 2, router_z_loss_coeff=0.1, balance_loss_scope="sequence")
     x = some_logits()
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) < 0.7
     results = []
@@ -140,22 +132,22 @@ def test_the_sequence_scope_does_not_depend_on_how_sequences_are_grouped():
         torch.testing.assert_close(total, results[0][0], atol=0, rtol=1e-6)
         torch.testing.assert_close(grad, results[0][1], atol=1e-7, rtol=1e-5)
     # Negative control: the microbatch scope does.
-    whole = router_of(5, 2)(x, mask).aux_loss
-    assert (sum(router_of(5, 2)(x[i : i + 1], mask[i : i + 1]).aux_loss for i in range(4)) - whole).abs() > 1e-2
+    whole = loss_router(5, 2)(x, mask).aux_loss
+    assert (sum(loss_router(5, 2)(x[i : i + 1], mask[i : i + 1]).aux_loss for i in range(4)) - whole).abs() > 1e-2
 
 
-def test_the_sequence_scope_weighs_sequences_by_their_tokens():
+def test_the_sequence_scope_weighs_sequences_by_their_tokens(loss_router):
     """One balanced sequence of two tokens (loss 1) and one collapsed one of four (loss 2)."""
     likes = {0: [0.0, IMPOSSIBLE], 1: [IMPOSSIBLE, 0.0]}
     x = torch.tensor([[likes[0], likes[1], likes[0], likes[0]], [likes[0]] * 4])
     mask = torch.tensor([[True, True, False, False], [True] * 4])
-    routing = router_of(2, 1, balance_loss_scope="sequence")(x, mask)
+    routing = loss_router(2, 1, balance_loss_scope="sequence")(x, mask)
     assert routing.aux_loss.item() == pytest.approx(2 * 1 + 4 * 2, rel=1e-6)
     assert routing.stats.num_tokens == 6
 
 
-def test_z_loss_and_its_gradient_add_up_over_microbatches():
-    router = router_of(5, 2, coeff=0.0, z_coeff=0.3)
+def test_z_loss_and_its_gradient_add_up_over_microbatches(loss_router):
+    router = loss_router(5, 2, balance_loss_coeff=0.0, router_z_loss_coeff=0.3)
     x = some_logits()
     whole = x.clone().requires_grad_()
     total = router(whole).aux_loss
@@ -173,12 +165,12 @@ def test_z_loss_and_its_gradient_add_up_over_microbatches():
 
 @pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 50.0])
-def test_masked_tokens_never_count(scope, garbage):
+def test_masked_tokens_never_count(loss_router, scope, garbage):
     x = some_logits(3, 6)
     mask = torch.zeros(3, 6, dtype=torch.bool)
     mask[:, :4] = True
     dirty = x.masked_fill(~mask[..., None], garbage)
-    router = router_of(5, 2, z_coeff=0.1, balance_loss_scope=scope)
+    router = loss_router(5, 2, router_z_loss_coeff=0.1, balance_loss_scope=scope)
     masked, alone = router(dirty, mask), router(x[:, :4])
     torch.testing.assert_close(masked.aux_loss, alone.aux_loss)
     for found, expected in zip(masked.stats, alone.stats, strict=True):
@@ -186,11 +178,11 @@ def test_masked_tokens_never_count(scope, garbage):
     assert masked.expert_ids.shape == (18, 2)  # they are routed all the same
 
 
-def test_masked_tokens_get_no_gradient_and_do_not_change_that_of_others():
+def test_masked_tokens_get_no_gradient_and_do_not_change_that_of_others(loss_router):
     x = some_logits(2, 6)
     mask = torch.tensor([[True] * 4 + [False] * 2] * 2)
     whole, alone = x.clone().requires_grad_(), x[:, :4].clone().requires_grad_()
-    router = router_of(5, 2, z_coeff=0.1)
+    router = loss_router(5, 2, router_z_loss_coeff=0.1)
     router(whole, mask).aux_loss.backward()
     router(alone).aux_loss.backward()
     assert torch.equal(whole.grad[:, 4:], torch.zeros_like(whole.grad[:, 4:]))
@@ -198,8 +190,8 @@ def test_masked_tokens_get_no_gradient_and_do_not_change_that_of_others():
 
 
 @pytest.mark.parametrize("scope", ["microbatch", "sequence"])
-def test_a_batch_without_tokens_that_count_costs_nothing(scope):
-    router = router_of(5, 2, z_coeff=0.1, balance_loss_scope=scope)
+def test_a_batch_without_tokens_that_count_costs_nothing(loss_router, scope):
+    router = loss_router(5, 2, router_z_loss_coeff=0.1, balance_loss_scope=scope)
     x = some_logits().requires_grad_()
     routing = router(x, torch.zeros(4, 6, dtype=torch.bool))
     routing.aux_loss.backward()
@@ -211,10 +203,10 @@ def test_a_batch_without_tokens_that_count_costs_nothing(scope):
 # --------------------------------------------------------------------------------------------------------- gradients
 
 
-def test_the_gradient_of_top_1_softmax_is_the_textbook_formula():
+def test_the_gradient_of_top_1_softmax_is_the_textbook_formula(loss_router):
     """dL/dz_ti = (N/T) p_ti (f_i - f·p_t); our sum over tokens is T times L."""
     x = some_logits().requires_grad_()
-    routing = router_of(5, 1)(x)
+    routing = loss_router(5, 1)(x)
     routing.aux_loss.backward()
     probs = x.detach().flatten(0, 1).softmax(-1)
     load = routing.stats.counts / len(probs)
@@ -224,9 +216,16 @@ def test_the_gradient_of_top_1_softmax_is_the_textbook_formula():
 
 @pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
-def test_value_and_gradient_equal_autograd_of_the_explicit_formula(scores, scope):
+def test_value_and_gradient_equal_autograd_of_the_explicit_formula(loss_router, scores, scope):
     coeff, z_coeff, experts, top_k = 0.3, 0.05, 5, 2
-    router = router_of(experts, top_k, coeff, z_coeff, score_function=scores, balance_loss_scope=scope)
+    router = loss_router(
+        experts,
+        top_k,
+        balance_loss_coeff=coeff,
+        router_z_loss_coeff=z_coeff,
+        score_function=scores,
+        balance_loss_scope=scope,
+    )
     x = some_logits().requires_grad_()
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) < 0.7
     routing = router(x, mask)

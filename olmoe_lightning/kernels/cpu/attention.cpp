@@ -27,9 +27,8 @@ Range visible(const int32_t* first_key, int64_t start, int64_t seq) {
 
 // In place, row by row: probabilities of the visible keys, zero for the others; returns the logarithm of their sum.
 float softmax_row(float* scores, int64_t keys, int64_t from, int64_t to) {
-  float top = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : top)
-  for (int64_t j = from; j < to; ++j) top = std::max(top, scores[j]);
+  const float top = row_max(scores + from, to - from);
+  float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = from; j < to; ++j) {
     // The difference times zero is NaN when a score is not finite, which the clamp inside fast_exp would hide.

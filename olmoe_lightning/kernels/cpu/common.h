@@ -66,6 +66,14 @@ inline float fast_exp(float x) {
   return p * scale;
 }
 
+// The largest of a row, -inf of an empty one. With std::max, which takes references, the loop would not vectorise.
+inline float row_max(const float* x, int64_t count) {
+  float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < count; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
 inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
 // Copies past the caches: for what is read again only much later, so that it neither evicts what is at work nor is

@@ -14,9 +14,8 @@ void cross_entropy_rows(float* logits, const int64_t* labels, int64_t rows, int6
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t n = 0; n < rows; ++n) {
     float* row = logits + n * vocab;
-    float top = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < vocab; ++j) top = std::max(top, row[j]);
+    const float top = row_max(row, vocab);
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < vocab; ++j) sum += fast_exp(row[j] - top) + (row[j] - row[j]);  // NaN and inf stay visible
     const bool counted = labels[n] != ignore_index;

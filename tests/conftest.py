@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from multiprocess import Workers
 
 from olmoe_lightning import ModelConfig, TokenDataModule, TokenSource
 
@@ -22,6 +23,15 @@ def _one_thread_and_a_process_left_as_it_was():
     os.environ.clear()
     os.environ.update(environment)
     LIGHTNING.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """``workers(2).run(function, *args)`` runs a function in 2 processes of one process group; see multiprocess.py."""
+    pools: dict[int, Workers] = {}
+    yield lambda size: pools.setdefault(size, Workers(size))
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="session")

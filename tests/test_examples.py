@@ -1,7 +1,9 @@
 """Every file in examples/ runs, with a few steps."""
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,8 +50,8 @@ def folder(tmp_path, cache, monkeypatch):
 
 
 def test_there_is_a_test_for_every_example():
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(CHANGES)
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py"}
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*CHANGES, "expert_parallel.yaml"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py", "custom_comm_plugin.py"}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -79,9 +81,49 @@ def test_the_script_trains(folder, monkeypatch, capsys):
     assert "The model continues" in capsys.readouterr().out
 
 
+def test_the_plugin_of_the_example_conforms(tmp_path):
+    script = [sys.executable, str(EXAMPLES / "custom_comm_plugin.py")]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert re.search(r"(\d+) of \1 cases passed", done.stdout), done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def as_a_stranger(command, folder):
+    """Run in a process of its own, which may start others."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    return run.stdout + run.stderr
+
+
+def test_the_expert_parallel_example_trains_in_two_processes(folder):
+    command = [sys.executable, "-m", "olmoe_lightning.cli", "fit", "--config", str(EXAMPLES / "expert_parallel.yaml")]
+    printed = as_a_stranger([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)
+    assert "best validation loss" in printed
+    run = folder / "runs" / "expert_parallel" / "version_0"
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 3
+    experts = checkpoint["state_dict"]["model.blocks.0.moe.experts.w_gate_up"]
+    assert len(experts) == checkpoint["hyper_parameters"]["config"]["num_experts"]
+
+
+def snippets():
+    return [part.split("```")[0] for part in (EXAMPLES.parent / "README.md").read_text().split("```python\n")[1:]]
+
+
+def test_the_snippet_of_the_readme_runs_on_four_processes(folder):
+    snippet = snippets()[1]
+    assert "devices=4" in snippet
+    snippet, replaced = re.subn(r"max_steps=\d+", "max_steps=2, limit_val_batches=1", snippet)
+    assert replaced == 1  # else this would train for minutes
+    (folder / "snippet.py").write_text(snippet)
+    printed = as_a_stranger([sys.executable, "snippet.py"], folder)
+    assert "`max_steps=2` reached" in printed
+    assert list((folder / "lightning_logs").rglob("*.ckpt"))
+
+
 def test_the_snippet_of_the_readme_runs(folder):
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    snippet = readme.split("```python\n")[1].split("```")[0]
+    snippet = snippets()[0]
     assert "trainer.fit(" in snippet
     few = "max_steps=2, limit_val_batches=1, enable_progress_bar=False"
     snippet, replaced = re.subn(r"max_steps=\d+", few, snippet.replace('accelerator="auto"', 'accelerator="cpu"'))

@@ -1,5 +1,11 @@
-"""Communication plugins go here, one file each: how tokens reach the experts of other processes.
+"""Communication plugins, one file each: how tokens reach the experts of other processes.
 
-Inside one process the experts are reached by ``LocalTransport`` of ``olmoe_lightning/model/moe.py``; a plugin offers
-the same two calls, ``dispatch`` and ``combine``.
+``base`` says what a plugin is, ``registry`` finds it by name, ``conformance`` checks one, ours or a stranger's.
 """
+
+from olmoe_lightning.plugins.comm.all_to_all import AllToAllComm
+from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
+from olmoe_lightning.plugins.comm.local import LocalComm
+from olmoe_lightning.plugins.comm.registry import describe_choice, known_names, make_comm
+
+__all__ = ["AllToAllComm", "CommPlugin", "CommSpec", "LocalComm", "describe_choice", "known_names", "make_comm"]

@@ -1,0 +1,234 @@
+"""Tokens travel by all-to-all over gloo or NCCL; none is dropped, whatever the load.
+
+    tokens [T, D] --gather--> sorted by global expert --all-to-all--> by (source, local expert) --regroup--> by expert
+
+Experts of one process are neighbours, so that rows sorted by expert are sorted by destination too. What arrives is
+sorted by expert within each source; putting the pieces of one expert side by side is a copy of whole pieces, and
+needless where a process has one expert. The way back is the same in reverse, and so are the gradients of both.
+
+T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, R rows received.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from olmoe_lightning.kernels import Dispatched, Permutation, combine_rows, dispatch_rows, plan_permutation
+from olmoe_lightning.parallel import Axis
+from olmoe_lightning.parallel.collectives import Pending, all_to_all
+from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec, check_operands, describe, experts_per_process
+
+
+class _Route:
+    """How many rows go where in one dispatch. The exchange of these numbers begins here and ends in :meth:`resolve`."""
+
+    def __init__(self, axis: Axis, offsets_E: Tensor, experts_local: int) -> None:
+        self.axis = axis
+        self._sent_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        self._received_NE = offsets_E.new_empty(axis.size, experts_local)
+        equal = [experts_local] * axis.size
+        self._pending = all_to_all(axis, self._received_NE.view(-1), self._sent_E, equal, equal)
+
+    def resolve(self) -> Tensor:
+        """Wait for the numbers and bring them to the host, in one copy; int32 ends of the local experts' rows."""
+        _wait(self.axis, self._pending, "counts")
+        size, experts = self._received_NE.shape
+        # per process what goes there, then per (process, local expert) what comes from there
+        numbers = torch.cat([self._sent_E.view(size, experts).sum(1, dtype=torch.int32), self._received_NE.view(-1)])
+        host = _to_host(numbers)
+        self.sent, self.pieces = host[:size], host[size:]
+        self.received = [sum(self.pieces[i * experts : (i + 1) * experts]) for i in range(size)]
+        self.regroups = size > 1 and experts > 1
+        # position of piece (source, expert) when sorted by expert
+        self._by_expert = [source * experts + expert for expert in range(experts) for source in range(size)]
+        return self._received_NE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def by_expert(self, arrived: Tensor) -> Tensor:
+        """Put the pieces of each expert side by side; [R, ...]."""
+        if not self.regroups:
+            return arrived
+        pieces = arrived.split(self.pieces)
+        return torch.cat([pieces[i] for i in self._by_expert])
+
+    def by_source(self, rows: Tensor) -> Tensor:
+        """The inverse: as they arrived."""
+        if not self.regroups:
+            return rows.contiguous()
+        split = rows.split([self.pieces[i] for i in self._by_expert])
+        pieces: list[Tensor] = [rows] * len(split)
+        for i, piece in zip(self._by_expert, split, strict=True):
+            pieces[i] = piece
+        return torch.cat(pieces)
+
+    def send(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Start the journey to the experts."""
+        if self.axis.size == 1:
+            return tensor, Pending()
+        output = tensor.new_empty(sum(self.received), *tensor.shape[1:])
+        return output, all_to_all(self.axis, output, tensor, self.received, self.sent)
+
+    def send_back(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Start the journey home."""
+        if self.axis.size == 1:
+            return tensor, Pending()
+        output = tensor.new_empty(sum(self.sent), *tensor.shape[1:])
+        return output, all_to_all(self.axis, output, tensor, self.sent, self.received)
+
+
+class _Handle(NamedTuple):
+    plan: Permutation
+    route: _Route
+
+
+class _ToExperts(torch.autograd.Function):
+    """Rows sorted by destination and the weights of all routes -> rows and weights by local expert, and their ends."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights_TK: Tensor, plan: Permutation, route: _Route
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.plan, ctx.route = plan, route
+        row_weights = weights_TK.reshape(-1).index_select(0, plan.route_of_row_R)
+        offsets = route.resolve()
+        # The weights travel while the rows do.
+        arrived, rows_pending = route.send(rows)
+        arrived_weights, weights_pending = route.send(row_weights)
+        _wait(route.axis, rows_pending, "rows")
+        arrived = route.by_expert(arrived)
+        _wait(route.axis, weights_pending, "row weights")
+        ctx.mark_non_differentiable(offsets)
+        return arrived, route.by_expert(arrived_weights), offsets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        # Both are sent whatever is needed here: other processes count on it. What a loss does not use comes as zeros.
+        plan, route = ctx.plan, ctx.route
+        sent_back, rows_pending = route.send_back(route.by_source(grad_rows))
+        sent_back_weights, weights_pending = route.send_back(route.by_source(grad_weights))
+        _wait(route.axis, weights_pending, "gradients of row weights")
+        order = plan.row_of_route_TK
+        grad_weights_TK = sent_back_weights.index_select(0, order.reshape(-1)).view_as(order)
+        _wait(route.axis, rows_pending, "gradients of rows")
+        return sent_back, grad_weights_TK, None, None
+
+
+class _Home(torch.autograd.Function):
+    """The experts' rows -> rows in the order in which tokens were sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
+        ctx.route = route
+        arrived, pending = route.send_back(route.by_source(rows))
+        _wait(route.axis, pending, "rows on their way home")
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        route = ctx.route
+        arrived, pending = route.send(grad.contiguous())
+        _wait(route.axis, pending, "gradients on their way to the experts")
+        return route.by_expert(arrived), None
+
+
+class AllToAllComm(CommPlugin):
+    """Counts first, then rows and weights. Gloo on CPUs, NCCL on CUDA, with the same code.
+
+    A dispatch copies the counts to the host once and waits for them there; everything else is queued. Memory is what
+    the rows need: a process that all tokens choose receives them all.
+    """
+
+    name: ClassVar[str] = "all_to_all"
+
+    def __init__(self) -> None:
+        self._axis: Axis | None = None
+        self._spec: CommSpec | None = None
+        self._experts_local = 0
+
+    @classmethod
+    def unavailable(cls, axis_size: int, device: torch.device) -> str | None:
+        """It needs torch.distributed with gloo for the CPU or NCCL for CUDA."""
+        if axis_size == 1:
+            return None
+        if not dist.is_available():
+            return "this build of torch has no torch.distributed"
+        present = {"cpu": dist.is_gloo_available, "cuda": dist.is_nccl_available}.get(device.type)
+        if present is None:
+            return f"there is no all-to-all for devices of type {device.type!r}, only for cpu (gloo) and cuda (NCCL)"
+        if not present():
+            return f"this build of torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}"
+        return None
+
+    def setup(self, axis: Axis, spec: CommSpec) -> None:
+        """Check that all processes mean the same; nothing large is made."""
+        if reason := self.unavailable(axis.size, spec.device):
+            raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
+        experts_local = experts_per_process(self.name, axis, spec)
+        if axis.size > 1:
+            if axis.group is None:
+                raise ValueError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
+            backend = dist.get_backend(axis.group)
+            if spec.device.type == "cuda" and backend == "gloo":
+                raise ValueError(
+                    f"comm {self.name!r} on {describe(axis)}: rows are on {spec.device}, but the process group is of "
+                    f"backend {backend!r}; start it with 'nccl'"
+                )
+            _check_equal(axis, spec)
+        self._axis, self._spec, self._experts_local = axis, spec, experts_local
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Send each token to its experts, wherever they are."""
+        if self._axis is None or self._spec is None:
+            raise RuntimeError(f"comm {self.name!r}: setup() comes before dispatch()")
+        check_operands(describe(self._axis), self._spec, x_TD, expert_ids_TK, weights_TK)
+        plan = plan_permutation(expert_ids_TK, self._spec.num_experts)
+        route = _Route(self._axis, plan.offsets_E, self._experts_local)
+        # The rows are gathered while the counts travel.
+        arrived, row_weights, offsets = _ToExperts.apply(dispatch_rows(x_TD, plan), weights_TK, plan, route)
+        return Dispatched(arrived, row_weights, offsets, _Handle(plan, route))
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        """Bring the rows home and sum them per token."""
+        return combine_rows(_Home.apply(rows_RD, handle.route), handle.plan)
+
+    def teardown(self) -> None:
+        """Forget the axis."""
+        self._axis = self._spec = None
+
+
+def _to_host(numbers: Tensor) -> list[int]:
+    """One copy, and one wait for it."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist()
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    torch.cuda.current_stream(numbers.device).synchronize()  # what a non-blocking copy brings may not be read before
+    return host.tolist()
+
+
+def _wait(axis: Axis, pending: Pending, what: str) -> None:
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"comm 'all_to_all' on {describe(axis)}: the exchange of {what} failed; most often because another process "
+            f"of the axis (global ranks {list(axis.ranks)}) has ended or does something else: {error}"
+        ) from error
+
+
+def _check_equal(axis: Axis, spec: CommSpec) -> None:
+    own = [spec.num_experts, spec.top_k, spec.d_model, spec.dtype.itemsize]
+    both = torch.tensor([*own, *(-number for number in own)], device=spec.device)
+    least_and_most = axis.all_reduce(both, dist.ReduceOp.MIN).tolist()
+    least, most = least_and_most[: len(own)], [-number for number in least_and_most[len(own) :]]
+    if least != most:
+        raise ValueError(
+            f"comm 'all_to_all': the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, bytes per "
+            f"value): rank {axis.rank} has {own}, the smallest are {least}, the largest {most}"
+        )

@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types bench clean
+.PHONY: help train test parity lint format types bench clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
 	@echo "make test    set up .venv for tests and run them"
+	@echo "make parity  every topology against one process (a part of it is in make test)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
 	@echo "make types   mypy over the whole package"
@@ -23,6 +24,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+parity: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/parity -m "parity or not parity"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ from olmoe_lightning.checkpoint import convert, read_config
 from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
 from olmoe_lightning.module import OLMoE
+from olmoe_lightning.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
 
 USAGE = """usage: olmoe-lightning COMMAND [options]
 
@@ -40,6 +41,8 @@ Tools (each has --help):
   tokenize   text to a token file: olmoe-lightning tokenize texts/ --output tokens.npy --tokenizer bpe:8192
   convert    Hugging Face OLMoE in and out:
                                    olmoe-lightning convert --from-hf DIR --to-native DIR
+  parity     compare training on several processes with one process:
+                                   olmoe-lightning parity --devices 4 --expert-parallel 2
 
 Options may be written with - or _. --version prints the version.
 """
@@ -213,19 +216,56 @@ def _device(name: str) -> torch.device:
     return device
 
 
-TOOLS: dict[str, Callable[..., Any]] = {"generate": generate, "tokenize": tokenize_files, "convert": convert}
+def parity(timeout: float = 120.0, break_: Sabotage | None = None, **options: Any) -> int:
+    """Train a small model on several processes of this machine and on one, and print how far the results are apart.
+
+    Args:
+        timeout: seconds, after which the processes are ended.
+        break_: make this mistake on purpose, to see it in the table.
+        **options: of :class:`~olmoe_lightning.parity.ParityCase`.
+
+    Returns:
+        1 if a quantity is farther from one process than its bound, or a process failed; else 0.
+    """
+    case = ParityCase(**options)
+    try:
+        rows = run_parity(case, break_, timeout, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    except ParityError as error:
+        print(f"olmoe-lightning parity: {error}", file=sys.stderr)
+        return 1
+    print(format_table(rows))
+    deviating = sum(not row.ok for row in rows)
+    print(f"{deviating} of {len(rows)} quantities deviate" if deviating else f"all {len(rows)} quantities agree")
+    return 1 if deviating else 0
 
 
-def run_tool(name: str, args: Sequence[str]) -> None:
-    """Call one of :data:`TOOLS`; its arguments become options, and ``inputs`` the words that are no option."""
+TOOLS: dict[str, Callable[..., Any]] = {
+    "generate": generate,
+    "tokenize": tokenize_files,
+    "convert": convert,
+    "parity": parity,
+}
+
+
+def run_tool(name: str, args: Sequence[str]) -> int:
+    """Call one of :data:`TOOLS`; its arguments become options, and ``inputs`` the words that are no option.
+
+    Returns:
+        The exit status.
+    """
     tool = TOOLS[name]
     parser = Parser(prog=f"olmoe-lightning {name}", description="")
-    positional = "inputs" in inspect.signature(tool).parameters
-    if positional:
+    parameters = inspect.signature(tool).parameters
+    if "inputs" in parameters:
         parser.add_argument("inputs", nargs="+", type=str, help="files, folders and globs")
         parser.usage = "%(prog)s INPUTS ... [options]"
-    parser.add_function_arguments(tool, skip={"inputs"} if positional else None)
-    tool(**parser.parse_args(args).as_dict())
+    parser.add_function_arguments(tool, skip={name for name in ("inputs", "break_") if name in parameters})
+    if "break_" in parameters:  # without the underscore, which Python needs
+        parser.add_argument("--break", type=Sabotage, help="make this mistake on purpose, to see it in the table")
+    options = parser.parse_args(args).as_dict()
+    if "break" in options:
+        options["break_"] = options.pop("break")
+    return int(tool(**options) or 0)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -235,7 +275,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: command line without the program's name; ``None`` takes ``sys.argv``.
 
     Returns:
-        The exit status: 0, or 2 after an error of the user, which is told without a traceback.
+        The exit status: 0; 1 if a comparison failed; 2 after an error of the user, which is told without a traceback.
     """
     words = [_underscored(word) for word in (sys.argv[1:] if args is None else args)]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -247,8 +287,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with _quiet():
             if words[0] in TOOLS:
-                run_tool(words[0], words[1:])
-            elif words[0] in TRAINING:
+                return run_tool(words[0], words[1:])
+            if words[0] in TRAINING:
                 OLMoECLI(words)
             else:
                 commands = ", ".join((*TRAINING, *TOOLS))

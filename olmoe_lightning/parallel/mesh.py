@@ -117,9 +117,12 @@ class Mesh:
         def axis(name: str, part: Sequence[Sequence[int]]) -> Axis:
             own: Axis | None = None
             for ranks in part:  # every process makes every group, in the same order: new_group is collective
-                group = dist.new_group(list(ranks)) if 1 < len(ranks) < shape.world else None
+                group = None
+                if len(ranks) > 1:
+                    # Also where two axes are the same processes: gradients and tokens travel at the same time, and
+                    # each kind must find only its own messages, whatever the other is doing on another rank.
+                    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks))
                 if rank in ranks:
-                    group = dist.group.WORLD if len(ranks) == shape.world > 1 else group
                     own = Axis(name, tuple(ranks), ranks.index(rank), group)
             assert own is not None
             return own

@@ -218,12 +218,24 @@ class ModelConfig:
         Args:
             seq_len: tokens of a training sequence (attention's share grows with it).
         """
+        return sum(self.flops_per_layer(seq_len)) + self.flops_of_head
+
+    def flops_per_layer(self, seq_len: int) -> tuple[float, ...]:
+        """The share of each block, in order, in :meth:`flops_per_token`; dense blocks and MoE blocks differ.
+
+        Args:
+            seq_len: tokens of a training sequence.
+        """
         d = self.d_model
         attention = 6 * (2 * d * self.attention_dim + 2 * d * self.kv_dim) + 12 * self.attention_dim * (seq_len + 1) / 2
         dense = 18 * d * self.dense_hidden
         moe = 6 * d * self.num_experts + 18 * d * (self.top_k * self.expert_hidden + self.shared_hidden)
-        layers = self.num_layers * attention + self.num_dense_layers * dense + self.num_moe_layers * moe
-        return layers + 6 * d * self.vocab_size
+        return (attention + dense,) * self.num_dense_layers + (attention + moe,) * self.num_moe_layers
+
+    @property
+    def flops_of_head(self) -> float:
+        """The share of the head in :meth:`flops_per_token`."""
+        return 6.0 * self.d_model * self.vocab_size
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed, validated again.

@@ -32,22 +32,33 @@ class MeshStrategy(ParallelStrategy):
     """What :class:`~olmoe_lightning.MoEStrategy` needs of several processes, without a word about what they compute.
 
     Args:
-        expert_parallel_size: see :class:`~olmoe_lightning.MoEStrategy`.
+        pipeline_parallel_size: see :class:`~olmoe_lightning.MoEStrategy`.
+        expert_parallel_size: see there.
         process_group_backend: see there.
         timeout: see there.
         kwargs: of Lightning's ``ParallelStrategy``.
 
     Raises:
-        ValueError: ``expert_parallel_size`` is not positive.
+        ValueError: a size is not positive.
     """
 
     def __init__(
-        self, expert_parallel_size: int, process_group_backend: str | None, timeout: timedelta, **kwargs: Any
+        self,
+        pipeline_parallel_size: int,
+        expert_parallel_size: int,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if expert_parallel_size < 1:
-            raise ValueError(f"expert_parallel_size ({expert_parallel_size}) must be at least 1")
+        for name, size in (
+            ("pipeline_parallel_size", pipeline_parallel_size),
+            ("expert_parallel_size", expert_parallel_size),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} ({size}) must be at least 1")
         self.num_nodes = 1
+        self.pipeline_parallel_size = pipeline_parallel_size
         self.expert_parallel_size = expert_parallel_size
         self.timeout = timeout
         self._backend = process_group_backend
@@ -109,7 +120,7 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        shape = MeshShape.of_world(self.world_size, 1, self.expert_parallel_size)
+        shape = MeshShape.of_world(self.world_size, self.pipeline_parallel_size, self.expert_parallel_size)
         if shape.world == 1:
             self._mesh = Mesh.single()
         elif self._mesh is None or self._mesh.shape != shape or self._mesh.world.size == 1:
@@ -166,6 +177,18 @@ class MeshStrategy(ParallelStrategy):
         holder = [obj]
         dist.broadcast_object_list(holder, src)
         return holder[0]
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """Sum over the processes that see different samples; those of one pipeline see the same ones.
+
+        Args:
+            tensor: the same shape on each; integers too.
+
+        Returns:
+            A new tensor, the same on every process.
+        """
+        result = tensor.detach().to(self.root_device).clone()
+        return result if self._alone else self.mesh.data.all_reduce(result)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ B batch, S sequence, E experts, Lm MoE layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,8 +26,11 @@ from olmoe_lightning.generate import Continuation, GenerationConfig, generate, s
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.model import RoutingStats, Transformer
-from olmoe_lightning.model.losses import IGNORE_INDEX, LossSums
-from olmoe_lightning.model.router import Router
+from olmoe_lightning.model.losses import IGNORE_INDEX
+from olmoe_lightning.model.stage import Stage
+from olmoe_lightning.parallel import Mesh
+from olmoe_lightning.parallel.pipeline import PipelineRunner, Sums
+from olmoe_lightning.parallel.stages import StageMap
 from olmoe_lightning.schedules import Schedule, make_schedule
 
 Batch = dict[str, Tensor]
@@ -38,6 +41,7 @@ class ExpertPlacement(Protocol):
     """A strategy that shares experts among processes."""
 
     root_device: torch.device
+    mesh: Mesh
 
     def place_experts(self, module: torch.nn.Module) -> int:
         """Keep the own experts of each MoE layer; the global index of the first one."""
@@ -158,6 +162,7 @@ class OLMoE(LightningModule):
         self.model: Transformer | None = None
         self.routing_stats: RoutingStats | None = None
         """Statistics of the last training or validation batch, detached, on the device."""
+        self._stage_map: StageMap | None = None  # of a pipeline, once the network is built for it
         self._counts: Tensor | None = None  # of the optimizer step under way, for the selection bias
         self._loaded: dict[str, Any] = {}  # hyperparameters of the checkpoint that was loaded
         self._tokenizer: str | None = None  # of the data, as checkpoints keep it
@@ -174,10 +179,11 @@ class OLMoE(LightningModule):
         """The network, built on first use."""
         if self.model is None:
             strategy = getattr(self._trainer, "strategy", None)
+            self._stage_map = getattr(strategy, "stage_map", None)
             if isinstance(strategy, ExpertPlacement) and self.pretrained is None:
-                # Without memory until only the own experts are left.
+                # Without memory until only the own experts are left; layers of other stages are not even made.
                 with torch.device("meta"):
-                    self.model = Transformer(self.config)
+                    self.model = self._own_layers(strategy)
                 first_expert = strategy.place_experts(self.model)
                 self.model.to_empty(device=strategy.root_device)
                 self.model.init_weights(self.init_seed, first_expert)
@@ -190,6 +196,19 @@ class OLMoE(LightningModule):
                 for block in self.model.blocks:
                     block.compile()
         return self.model
+
+    def _own_layers(self, strategy: ExpertPlacement) -> Transformer:
+        if self._stage_map is None:
+            return Transformer(self.config)
+        rank = strategy.mesh.pipeline.rank
+        first, last = rank == self._stage_map.first_rank, rank == self._stage_map.last_rank
+        if self.config.tie_embeddings and self._stage_map.first_rank != self._stage_map.last_rank:
+            raise ValueError(
+                f"tied embeddings need the first and the last stage on one rank, but schedule "
+                f"{self._stage_map.schedule!r} has them on ranks {self._stage_map.first_rank} and "
+                f"{self._stage_map.last_rank}; set tie_embeddings=False, or take zbv_zero_bubble or dualpipev"
+            )
+        return Transformer(self.config, self._stage_map.layers_of(rank), first, last)
 
     @override
     def setup(self, stage: str) -> None:
@@ -241,27 +260,35 @@ class OLMoE(LightningModule):
             ``loss``: fp32 [], mean over the labels that count (z-loss of the head included; the router's losses
             contribute their gradients inside the layers). ``num_tokens``: int64 [], the labels that count.
         """
-        model = self.built()
-        labels = batch["labels"]
-        counted = labels != IGNORE_INDEX
-        num_tokens = counted.sum()
-        divisor = num_tokens.clamp(min=1)
-        hidden, stats = model(batch["input_ids"], batch.get("document_ids"), counted, self._aux_scale(divisor))
-        losses = model.loss(hidden, labels)
-        loss = losses.total / divisor
+        sums, stats = self._sums(batch)
+        loss = sums["loss"] / sums["num_tokens"].clamp(min=1)
 
         self.routing_stats = stats
-        self._log_training(losses, stats, num_tokens)
+        self._log_training(sums, stats)
         if stats is not None and self.config.bias_update_rate:
             self._counts = stats.counts if self._counts is None else self._counts + stats.counts
-        return {"loss": loss, "num_tokens": num_tokens}
+        return {"loss": loss, "num_tokens": sums["num_tokens"]}
 
-    def _log_training(self, losses: LossSums, stats: RoutingStats | None, num_tokens: Tensor) -> None:
+    def _sums(self, batch: Batch) -> tuple[Sums, RoutingStats | None]:
+        """What a batch comes to, see :meth:`pipeline_loss`; in a pipeline the backward pass has then been made too."""
+        inputs = {name: batch[name] for name in ("labels", "document_ids", "source_ids") if name in batch}
+        if self._stage_map is not None:
+            strategy: Any = self.trainer.strategy
+            sums = strategy.pipeline_step(batch["input_ids"], inputs)
+            return sums, self._pipeline_stats(strategy.pipeline, sums["num_tokens"])
+        counted = batch["labels"] != IGNORE_INDEX
+        aux_scale = self._aux_scale(counted.sum().clamp(min=1)) if self.training else None
+        hidden, stats = self.built()(batch["input_ids"], batch.get("document_ids"), counted, aux_scale)
+        return self.pipeline_loss(hidden, inputs), stats
+
+    def _log_training(self, sums: Sums, stats: RoutingStats | None) -> None:
         """Means over the tokens of all processes, equal on each of them: one reduction for all that is logged."""
-        sums = [num_tokens, losses.cross_entropy_N.sum(), losses.z]
+        values = [sums[name] for name in ("num_tokens", "cross_entropy", "z")]
         if stats is not None:
-            sums += [stats.balance_sum.mean(), stats.z_sum.mean()]
-        totals = self.trainer.strategy.reduce(torch.stack([value.detach().double() for value in sums]), reduce_op="sum")
+            values += [stats.balance_sum.mean(), stats.z_sum.mean()]
+        totals = self.trainer.strategy.reduce(
+            torch.stack([value.detach().double() for value in values]), reduce_op="sum"
+        )
         assert isinstance(totals, Tensor)
         count, cross_entropy, z, *routers = totals
         tokens = count.clamp(min=1)
@@ -298,15 +325,9 @@ class OLMoE(LightningModule):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: Batch, prefix: str) -> None:
-        model = self.built()
-        labels = batch["labels"]
-        counted = labels != IGNORE_INDEX
-        num_tokens = counted.sum()
-        hidden, stats = model(batch["input_ids"], batch.get("document_ids"), counted)
-        losses = model.loss(hidden, labels)
-        cross_entropy_BS = losses.cross_entropy_N.view_as(labels)
-        cross_entropy = cross_entropy_BS.sum()
-        rows = len(labels)
+        sums, stats = self._sums(batch)
+        num_tokens = sums["num_tokens"]
+        rows = len(batch["labels"])
 
         def log(name: str, attribute: str, total: Tensor, count: Tensor, prog_bar: bool = False) -> None:
             metric = self.metrics.get_submodule(attribute)
@@ -323,23 +344,95 @@ class OLMoE(LightningModule):
                 metric_attribute=f"metrics.{attribute}",
             )
 
-        log("loss", "loss", cross_entropy, num_tokens, prog_bar=True)
-        log("perplexity", "perplexity", cross_entropy, num_tokens)
-        token_bytes = self._token_bytes(labels.device)
-        if token_bytes is not None:
-            count = token_bytes[labels.where(counted, 0)].where(counted, 0).sum()
-            log("nats_per_byte", "nats_per_byte", cross_entropy, count)
-        if "source_ids" in batch:
-            for index, name in enumerate(self.metrics.source_names):
-                from_source = (batch["source_ids"] == index)[:, None]
-                total = cross_entropy_BS.where(from_source, 0.0).sum()
-                log(f"loss/{name}", f"source_losses.{index}", total, (counted & from_source).sum())
+        log("loss", "loss", sums["cross_entropy"], num_tokens, prog_bar=True)
+        log("perplexity", "perplexity", sums["cross_entropy"], num_tokens)
+        if "bytes" in sums:
+            log("nats_per_byte", "nats_per_byte", sums["cross_entropy"], sums["bytes"])
+        for index, name in enumerate(self.metrics.source_names):
+            if f"source_{index}" in sums:
+                total, count = sums[f"source_{index}"], sums[f"source_{index}_tokens"]
+                log(f"loss/{name}", f"source_losses.{index}", total, count)
         self.routing_stats = stats
         if stats is not None:
             tokens = num_tokens * len(stats.z_sum)
             balance, z = self.config.balance_loss_coeff, self.config.router_z_loss_coeff
             log("balance_loss", "balance_loss", balance * stats.balance_sum.sum(), tokens)
             log("router_z_loss", "router_z_loss", z * stats.z_sum.sum(), tokens)
+
+    # ---------------------------------------------------------------------------------------------- pipeline
+
+    @property
+    def pipeline_layers(self) -> int:
+        """Layers that can be cut apart."""
+        return self.config.num_layers
+
+    def pipeline_costs(self) -> tuple[list[float], float, float]:
+        """Cost of each layer, of the embedding and of the head, in one unit (FLOPs of a token)."""
+        config = self.config
+        return list(config.flops_per_layer(config.max_seq_len)), 0.0, config.flops_of_head
+
+    def pipeline_stage(self, layers: Sequence[int], first: bool, last: bool) -> Stage:
+        """The module of a stage."""
+        return Stage(self.built(), layers, first, last)
+
+    def pipeline_hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What travels between stages for a microbatch, [B, S, D] on the meta device."""
+        dtype = next(self.built().parameters()).dtype
+        return torch.empty(*inputs["labels"].shape, self.config.d_model, dtype=dtype, device="meta")
+
+    def pipeline_loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Sums:
+        """Sums over the labels that count, of a batch or a microbatch.
+
+        Args:
+            output: [B, S, D], behind the final norm.
+            inputs: ``labels`` int64 [B, S], and optionally ``source_ids`` int64 [B].
+
+        Returns:
+            ``loss`` (cross entropy and z-loss of the head; differentiable), ``num_tokens``, ``cross_entropy`` in nats
+            and ``z``. Outside of training also ``bytes`` of the tokens, and ``source_I`` and ``source_I_tokens``, the cross
+            entropy of each source of the data and its tokens.
+        """
+        labels = inputs["labels"]
+        counted = labels != IGNORE_INDEX
+        losses = self.built().loss(output, labels)
+        cross_entropy_BS = losses.cross_entropy_N.view_as(labels)
+        sums = {
+            "loss": losses.total,
+            "num_tokens": counted.sum(),
+            "cross_entropy": cross_entropy_BS.sum(),
+            "z": losses.z,
+        }
+        if self.training:
+            return sums
+        token_bytes = self._token_bytes(labels.device)
+        if token_bytes is not None:
+            sums["bytes"] = token_bytes[labels.where(counted, 0)].where(counted, 0).sum()
+        if "source_ids" in inputs:
+            for index in range(len(self.metrics.source_names)):
+                from_source = (inputs["source_ids"] == index)[:, None]
+                sums[f"source_{index}"] = cross_entropy_BS.where(from_source, 0.0).sum()
+                sums[f"source_{index}_tokens"] = (counted & from_source).sum()
+        return sums
+
+    def _pipeline_stats(self, pipeline: PipelineRunner, num_tokens: Tensor) -> RoutingStats | None:
+        """Statistics of all layers, on every process of the pipeline: each layer's come from where it is."""
+        layers, experts = self.config.num_moe_layers, self.config.num_experts
+        if not layers:
+            return None
+        flat = torch.zeros(layers, 2 * experts + 3, dtype=torch.float64, device=pipeline.device)
+        for stage, module in pipeline.modules.items():
+            assert isinstance(module, Stage)
+            stats = module.take_stats()
+            if stats is None:
+                continue
+            columns = [stats.counts, stats.prob_sum, *(x[:, None] for x in (stats.entropy_sum, stats.z_sum))]
+            numbers = [layer - self.config.num_dense_layers for layer in pipeline.stages.layers[stage]]
+            rows = [number for number in numbers if number >= 0]
+            flat[rows] = torch.cat([x.double() for x in (*columns, stats.balance_sum[:, None])], dim=1)
+        pipeline.axis.all_reduce(flat)
+        counts, prob_sum, sums = flat.split((experts, experts, 3), dim=1)
+        entropy, z, balance = sums.float().unbind(1)
+        return RoutingStats(counts.long(), prob_sum.float(), entropy, z, balance, num_tokens.long())
 
     def _token_bytes(self, device: torch.device) -> Tensor | None:
         """Bytes of each token of the vocabulary, int64 [V], if the data module knows its tokenizer."""
@@ -458,7 +551,10 @@ class OLMoE(LightningModule):
             if getattr(self.trainer.strategy, "step_skipped", False):
                 self._counts = None  # of a step that was not taken
                 return
-            self.update_selection_biases(self.trainer.strategy.reduce(self._counts, reduce_op="sum"))
+            # Stages of one pipeline have seen the same tokens: only different data is added up.
+            add = getattr(self.trainer.strategy, "sum_over_data", None)
+            counts = add(self._counts) if add else self.trainer.strategy.reduce(self._counts, reduce_op="sum")
+            self.update_selection_biases(counts)
             self._counts = None
 
     def update_selection_biases(self, counts: Tensor) -> None:
@@ -467,9 +563,11 @@ class OLMoE(LightningModule):
         Args:
             counts: int64 [Lm, E], requested assignments of the global batch.
         """
-        routers = [module for module in self.built().modules() if isinstance(module, Router)]
-        for router, layer_counts in zip(routers, counts, strict=True):
-            router.update_selection_bias(layer_counts)
+        blocks = self.built().blocks
+        for layer in blocks.layers:
+            moe = blocks[layer].moe
+            if moe is not None:
+                moe.router.update_selection_bias(counts[layer - self.config.num_dense_layers])
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 

@@ -26,12 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from olmoe_lightning._lightning import (
-    NoOptimizer,
-    optimizers_to_device,
-)
-from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks
-from olmoe_lightning.mesh_strategy import MeshStrategy
+from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
+from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
+from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.parallel import MeshShape
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
@@ -43,9 +40,11 @@ from olmoe_lightning.parallel.full_state import (
     local_state_dict,
 )
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
+from olmoe_lightning.parallel.stages import find_schedule
 from olmoe_lightning.parallel.weight_waits import WeightWaits
+from olmoe_lightning.pipeline_strategy import PipelineStrategy
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
-from olmoe_lightning.plugins.comm.registry import make_comm
+from olmoe_lightning.plugins.comm.registry import describe_choice, make_comm
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite, and the strategy was told to stop at that."""
 
 
-class MoEStrategy(MeshStrategy):
+class MoEStrategy(PipelineStrategy):
     """Trains any LightningModule in several processes: experts on their ranks, the optimizer sharded over all.
 
     ``training_step`` returns a mean loss, or ``{"loss": mean, "num_tokens": n}``; the gradient is that of the mean over
@@ -64,6 +63,14 @@ class MoEStrategy(MeshStrategy):
     Args:
         expert_parallel_size: processes among which the experts of a layer are shared. It divides the number of
             processes and the number of experts.
+        pipeline_parallel_size: processes among which the layers are shared, in stages that work on different
+            microbatches at the same time. It divides the number of processes; 1 is no pipeline.
+        schedule: order of the stages' work: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``interleaved_zero_bubble``,
+            ``zbv_zero_bubble``, ``dualpipev``.
+        num_microbatches: equal parts into which a pipeline cuts the rows of each batch; by default twice the size of
+            the pipeline.
+        stages_per_rank: stages of each process; by default what the schedule needs.
+        pipeline_split: number of layers of each stage, in place of the split by cost.
         comm: how tokens travel to them: ``auto``, the name of a plugin (``local``, ``all_to_all``, or one that another
             package registered), or a :class:`~olmoe_lightning.plugins.CommPlugin`.
         shard_optimizer: each process updates its part of the parameters (ZeRO stage 1); ``False`` is plain data
@@ -94,6 +101,11 @@ class MoEStrategy(MeshStrategy):
     def __init__(
         self,
         expert_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        pipeline_split: list[int] | None = None,
         comm: str | CommPlugin = "auto",
         shard_optimizer: bool = True,
         on_non_finite: Literal["skip", "raise"] = "skip",
@@ -110,9 +122,14 @@ class MoEStrategy(MeshStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            expert_parallel_size,
-            process_group_backend,
-            timeout,
+            pipeline_parallel_size,
+            schedule,
+            num_microbatches,
+            stages_per_rank,
+            pipeline_split,
+            expert_parallel_size=expert_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -143,6 +160,7 @@ class MoEStrategy(MeshStrategy):
         self._sync = True
         self._step_open = False
         self._loss_sum: Tensor | None = None
+        self._pipelined = False  # the schedule of a pipeline has made the gradients of this batch
         self._gather_at_once = True
         self._folded = False
         self._fitted: LightningModule | None = None  # whose optimizer `sharded` is
@@ -150,14 +168,16 @@ class MoEStrategy(MeshStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         """Refuse what cannot work before any process is started."""
+        # The world is as large as asked for; whether it comes up like that is checked when it is there.
+        world = max(self.num_nodes * self.num_processes, 1)
+        MeshShape.of_world(world, self.pipeline_parallel_size, self.expert_parallel_size)
         super().connect(model)
         if not model.automatic_optimization:
             raise MisconfigurationException(
                 "MoEStrategy sums, divides and clips gradients itself, which needs automatic optimization; remove "
                 "`self.automatic_optimization = False`, or take Lightning's `ddp` strategy for manual optimization"
             )
-        # The world is as large as asked for; whether it comes up like that is checked when it is there.
-        MeshShape.of_world(max(self.num_nodes * self.num_processes, 1), 1, self.expert_parallel_size)
+        make_comm(self.comm, self.expert_parallel_size, self.root_device)
         experts = getattr(getattr(model, "config", None), "num_experts", None)
         if isinstance(experts, int) and experts % self.expert_parallel_size:
             raise ValueError(
@@ -196,7 +216,7 @@ class MoEStrategy(MeshStrategy):
             plugin = make_comm(copy.deepcopy(self.comm), axis.size, self.root_device)
             plugin.setup(axis, spec)
             if self.comm == "auto" and not self._comms:
-                rank_zero_info(f"comm='auto' chose {plugin.name!r} for {axis.size} expert-parallel ranks")
+                rank_zero_info(describe_choice(self.comm, axis.size, self.root_device))
             self._comms[spec] = plugin
         return self._comms[spec]
 
@@ -218,6 +238,7 @@ class MoEStrategy(MeshStrategy):
         self._equalise(module)
         values = {parameter: parameter.data for parameter in module.parameters()} if fitting else {}
         self.model = self.precision_plugin.convert_module(self.model)
+        self._build_pipeline(module)
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -253,6 +274,7 @@ class MoEStrategy(MeshStrategy):
         if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
             return
         names = {parameter: name for name, parameter in module.named_parameters()}
+        refuse_dtypes(self.optimizers[0], names)
         self.sharded = ShardedOptimizer(
             self.optimizers[0],
             names,
@@ -262,14 +284,16 @@ class MoEStrategy(MeshStrategy):
             overlap_reduce=self.overlap_grad_reduce,
             values=values,
             bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
+            attach_grads=self.stage_map is not None and find_schedule(self.stage_map.schedule).splits_backward,
         )
         self._waits = WeightWaits(module, self.sharded.bucket_of())
         self._gather_at_once = not self.overlap_param_gather or reads_weights_between_steps(trainer, module)
-        # Lightning advances the schedule after each optimizer step, a skipped one too.
+        # Lightning advances the schedule after each optimizer step, a skipped one too. Epochs pass all the same.
         step = module.lr_scheduler_step
 
         def unless_skipped(scheduler: Any, metric: Any | None) -> None:
-            if not self.step_skipped:
+            per_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in self.lr_scheduler_configs)
+            if per_epoch or not self.step_skipped:
                 step(scheduler, metric)
 
         module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
@@ -319,13 +343,24 @@ class MoEStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._waits is not None:
             self._waits.begin_forward()
+        self._pipelined = False
         output = super().training_step(*args, **kwargs)
-        if self.sharded is None or output is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.sharded is None:
             return output
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):  # Lightning knows what to say to that, or skips this microbatch
+            if self._sync and self._step_open:
+                self.sharded.begin_backward(sync=True)
+                self._finish_gradients()
+            return output
         tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
         if tokens is None:
             tokens = 1
+        if self.pipeline is not None and not self._pipelined:
+            raise RuntimeError(
+                f"{type(self.lightning_module).__name__}.training_step did not call self.trainer.strategy.pipeline_step, "
+                "so that the stages made no gradients"
+            )
         count = torch.as_tensor(tokens, device=loss.device)
         self._loss_sum = loss * count.to(loss.dtype)
         self.sharded.add_loss(loss, count)
@@ -338,18 +373,32 @@ class MoEStrategy(MeshStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.lightning_module
         assert module is not None
-        if not self._step_open:
-            self.sharded.begin_step()
-            self._step_open = True
         loss_sum, self._loss_sum = self._loss_sum, None
-        self.sharded.begin_backward(self._sync)
+        if not self._pipelined:
+            self._open_step()
+            self.sharded.begin_backward(self._sync)
         self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(loss_sum, module, optimizer, *args, **kwargs)
+        if not self._pipelined:  # else the schedule has made the gradients already
+            self.precision_plugin.backward(loss_sum, module, optimizer, *args, **kwargs)
         if self._waits is not None:
             self._waits.end_backward()
         if self._sync:
             self._finish_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _open_step(self) -> None:
+        """The first backward pass of an optimizer step starts it."""
+        assert self.sharded is not None
+        if not self._step_open:
+            self.sharded.begin_step()
+            self._step_open = True
+
+    @override
+    def _before_pipeline_backward(self) -> None:
+        self._pipelined = True
+        if self.sharded is not None:
+            self._open_step()
+            self.sharded.begin_backward(sync=False)
 
     def _finish_gradients(self) -> None:
         assert self.sharded is not None
@@ -516,6 +565,8 @@ class MoEStrategy(MeshStrategy):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("lr_scheduler_step", None)
+            if any(parameter.is_meta for parameter in module.parameters()):
+                self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
         if self._waits is not None:
             self._waits.close()
             self._waits = None
@@ -523,6 +574,9 @@ class MoEStrategy(MeshStrategy):
             self.sharded.close()
         for plugin in self._comms.values():
             plugin.teardown()
+        for layer in module.modules() if module is not None else ():
+            if isinstance(layer, MoE) and layer.placed == (0, 1):
+                layer.transport = LocalTransport(layer.config.num_experts)  # usable without a Trainer
         self._comms = {}
         super().teardown()
 

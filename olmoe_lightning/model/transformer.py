@@ -6,6 +6,7 @@ B batch, S sequence, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,25 +39,60 @@ class KVCache:
         return self.layers[0].length
 
 
+class Blocks(nn.ModuleList):
+    """Blocks under their global layer numbers; those of other pipeline stages are missing.
+
+    Args:
+        blocks: by layer number, ascending.
+    """
+
+    def __init__(self, blocks: Mapping[int, Block]) -> None:
+        super().__init__()
+        for layer, block in blocks.items():
+            self.add_module(str(layer), block)
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the blocks that are here."""
+        return [int(name) for name in self._modules]
+
+    def __getitem__(self, layer: int) -> Block:  # type: ignore[override]
+        """The block of a layer, by its global number; negative numbers count from the last one that is here."""
+        block = self._modules[str(layer if layer >= 0 else self.layers[layer])]
+        assert isinstance(block, Block)
+        return block
+
+
 class Transformer(nn.Module):
-    """A mixture-of-experts language model.
+    """A mixture-of-experts language model, or some of its layers.
 
     Weights are uninitialised until :meth:`init_weights`; built under ``torch.device("meta")`` they take no memory.
 
     Args:
         config: everything about it.
+        layers: numbers of the blocks to build; all when ``None``. The names of parameters carry these numbers.
+        first: whether to build the embedding.
+        last: whether to build the final norm and the head.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.d_model)
-        self.embed_norm: nn.Module = RMSNorm(config.d_model, config.norm_eps) if config.embed_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.embed: Embedding | None = None
+        self.embed_norm: nn.Module | None = None
+        if first:
+            self.embed = Embedding(config.vocab_size, config.d_model)
+            self.embed_norm = RMSNorm(config.d_model, config.norm_eps) if config.embed_norm else nn.Identity()
+        numbers = range(config.num_layers) if layers is None else layers
+        self.blocks = Blocks({layer: Block(config, layer) for layer in numbers})
+        self.norm: RMSNorm | None = None
         self.head: nn.Linear | None = None
-        if not config.tie_embeddings:
-            self.head = Linear(config.d_model, config.vocab_size, bias=False)
+        if last:
+            self.norm = RMSNorm(config.d_model, config.norm_eps)
+            if not config.tie_embeddings:
+                self.head = Linear(config.d_model, config.vocab_size, bias=False)
 
     def init_weights(self, seed: int, first_expert: int = 0) -> None:
         """Initialise every parameter; equal for every layout of the same (seed, configuration).
@@ -70,7 +106,10 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, D]; the embedding's when they are tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None
+        return self.embed.weight
 
     def forward(
         self,
@@ -99,30 +138,55 @@ class Transformer(nn.Module):
         """
         if cache is not None and document_ids_BS is not None:
             raise ValueError("a key/value cache holds one document per row; give either cache or document_ids")
+        x = self.embed_tokens(input_ids_BS)
+        layers = self.blocks.layers
+        x, stats = self.through_blocks(x, layers, document_ids_BS, token_mask_BS, aux_scale, cache)
+        assert self.norm is not None
+        return self.norm(x), RoutingStats.stack(stats) if stats else None
+
+    def embed_tokens(self, input_ids_BS: Tensor) -> Tensor:
+        """[B, S, D] before the first block."""
+        assert self.embed is not None
+        assert self.embed_norm is not None
         x = self.embed(input_ids_BS)
         if self.config.embed_scale:
             x = x * math.sqrt(self.config.d_model)
-        x = self.embed_norm(x)
+        return self.embed_norm(x)
 
+    def through_blocks(
+        self,
+        x_BSD: Tensor,
+        layers: Iterable[int],
+        document_ids_BS: Tensor | None = None,
+        token_mask_BS: Tensor | None = None,
+        aux_scale: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """Some consecutive blocks; arguments as in :meth:`forward`.
+
+        Returns:
+            [B, S, D], and the statistics of those blocks that have a router.
+        """
         visible = None
         if document_ids_BS is None:
             start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + input_ids_BS.shape[1], device=input_ids_BS.device)[None]
+            positions = torch.arange(start, start + x_BSD.shape[1], device=x_BSD.device)[None]
         else:
             positions = document_positions(document_ids_BS)
             visible = Visible.of(positions)
         rotary = Rotary.of(positions, self.config)
 
-        layers: list[RoutingStats] = []
-        for index, block in enumerate(self.blocks):
-            arguments: tuple[Any, ...] = (x, rotary, visible, token_mask_BS, aux_scale)
+        found: list[RoutingStats] = []
+        for layer in layers:
+            block = self.blocks[layer]
+            arguments: tuple[Any, ...] = (x_BSD, rotary, visible, token_mask_BS, aux_scale)
             if self.config.recompute == "block" and torch.is_grad_enabled() and cache is None:
-                x, stats = checkpoint(block, *arguments, None, [], use_reentrant=False)
+                x_BSD, stats = checkpoint(block, *arguments, None, [], use_reentrant=False)
             else:
-                x, stats = block(*arguments, cache.layers[index] if cache is not None else None)
+                x_BSD, stats = block(*arguments, cache.layers[layer] if cache is not None else None)
             if stats is not None:
-                layers.append(stats)
-        return self.norm(x), RoutingStats.stack(layers) if layers else None
+                found.append(stats)
+        return x_BSD, found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] to fp32 [..., V]."""

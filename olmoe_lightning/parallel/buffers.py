@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """First element, in the flattened local parameter."""
     stop: int
     master: nn.Parameter
-    """fp32; flat, or of the parameter's shape where it is whole."""
+    """fp32; flat, or of the parameter's shape where nothing is sharded or it has no dimensions."""
 
 
 class Bucket:
@@ -96,9 +96,10 @@ class Bucket:
                 master = self.masters[begin - lower : end - lower]
                 if first.dtype != torch.float32:
                     master.copy_(value.reshape(-1)[begin - start : end - start])
-                if not self.sharded:
+                if not self.sharded or not parameter.ndim:
                     master = master.view(parameter.shape)
                 self.pieces.append(Piece(index, begin - start, end - start, nn.Parameter(master)))
+        self.attached = False
         self.written = [False] * len(parameters)  # in this optimizer step
         self.waiting = 0  # parameters whose gradient this backward pass still owes
         self.launched = False
@@ -110,6 +111,19 @@ class Bucket:
         return flat.chunk(self.axis.size)[self.axis.rank] if self.sharded else flat
 
     # ---------------------------------------------------------------------------------------------- gradients
+
+    def attach(self) -> None:
+        """Let ``parameter.grad`` be the buffer: whoever adds to it, adds in fp32. Nothing is collected then."""
+        self.attached = True
+        for (_, parameter, _), view in zip(self.parameters, self.grad_views, strict=True):
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = view
+
+    def find_written(self) -> None:
+        """Where gradients are attached, see which parameters got any: those that are not all zero."""
+        if self.attached:
+            self.written = [bool(view.any()) for view in self.grad_views]
 
     def begin_backward(self) -> None:
         """A backward pass starts: every parameter may bring a gradient."""
@@ -145,6 +159,7 @@ class Bucket:
     def finish_reduction(self) -> None:
         """Wait for the sums; they are complete in the own part only."""
         self._reduction.wait()
+        self._gather.wait()  # of the last step, if nobody called the layer since: the masters are about to change
 
     def sum_of_squares(self) -> Tensor:
         """Of the summed gradients, each element once in the whole mesh, fp64 []."""
@@ -168,6 +183,9 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget the gradients of the step that is over."""
         self.written = [False] * len(self.parameters)
+        if self.attached:
+            self.grads.zero_()
+            self.attach()
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -221,6 +239,7 @@ def make_buckets(
     sharded: bool,
     values: Mapping[nn.Parameter, Tensor] | None = None,
     limit: int = BUCKET_ELEMENTS,
+    all_flat: bool = False,
 ) -> list[Bucket | Alone]:
     """Distribute parameters over buckets, last parameter first: so the backward pass fills them one after another.
 
@@ -230,6 +249,7 @@ def make_buckets(
         sharded: see :class:`Bucket`.
         values: see :class:`Bucket`.
         limit: elements at which a bucket is full.
+        all_flat: no parameter stays where it is.
     """
     alone: list[NamedParameter] = []
     groups: list[tuple[Axis, list[NamedParameter]]] = []
@@ -238,7 +258,12 @@ def make_buckets(
     for named in reversed(parameters):
         parameter = named.parameter
         axis = axis_of[parameter]
-        if axis.size == 1 and parameter.dtype == torch.float32 and not (values and parameter in values):
+        if (
+            not all_flat
+            and axis.size == 1
+            and parameter.dtype == torch.float32
+            and not (values and parameter in values)
+        ):
             alone.append(named)
             continue
         key = (axis.name, parameter.dtype, parameter.device)

@@ -95,8 +95,12 @@ def full_state_dict(
     state = module.state_dict()
     gathered: set[str] = set()
     if sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters):
-        gathered = {name for name, _, _ in sharded.parameters}
-        state.update(full_masters(sharded))
+        masters = full_masters(sharded)
+        first_name = {parameter: name for name, parameter, _ in sharded.parameters}
+        for name, parameter in module.named_parameters(remove_duplicate=False):  # tied weights have two
+            if parameter in first_name:
+                gathered.add(name)
+                state[name] = masters.get(first_name[parameter], state[name])
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_expert(parameter) and name not in gathered:
             whole = gather_experts(parameter.detach(), mesh.expert)
@@ -145,12 +149,13 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     kinds: dict[str, str] = {}
     for index, state in mine.items():
         for key, item in state.items():
-            kinds[key] = _kind(item, sharded.pieces[index])
+            if kinds.get(key) != "tensor":
+                kinds[key] = _kind(item, sharded.pieces[index])
     everyones: list[dict[str, str]] = [kinds]
     if sharded.mesh.world.size > 1:
         everyones = [{} for _ in range(sharded.mesh.world.size)]
         dist.all_gather_object(everyones, kinds)
-    kinds = {key: kind for each in everyones for key, kind in each.items()}
+    kinds = dict(sorted((pair for each in everyones for pair in each.items()), key=lambda pair: pair[1] == "tensor"))
 
     count = len(sharded.parameters)
     present = torch.zeros(count, dtype=torch.float64)
@@ -235,7 +240,8 @@ def load_masters(sharded: ShardedOptimizer, values: Mapping[str, Tensor]) -> Non
 def _kind(item: Any, piece: Piece) -> str:
     if not isinstance(item, Tensor):
         return "number"
-    return "tensor" if item.shape == piece.master.shape else "scalar"
+    # What belongs to a parameter without dimensions looks like a step counter; a larger parameter tells them apart.
+    return "tensor" if item.ndim and item.shape == piece.master.shape else "scalar"
 
 
 def _reduce_max(values: Tensor, mesh: Mesh) -> None:
@@ -249,7 +255,12 @@ def _on_cuda(mesh: Mesh) -> bool:
 
 
 def _slice(item: Any, parameter: nn.Parameter, piece: Piece, sharded: ShardedOptimizer) -> Any:
-    if not isinstance(item, Tensor) or item.ndim != parameter.ndim or item.shape[1:] != parameter.shape[1:]:
+    if (
+        not isinstance(item, Tensor)
+        or not item.ndim
+        or item.ndim != parameter.ndim
+        or item.shape[1:] != parameter.shape[1:]
+    ):
         return item
     if sharded.is_expert[parameter]:
         item = local_experts(item, sharded.mesh.expert, parameter.shape[0])

@@ -69,6 +69,8 @@ class ShardedOptimizer:
         overlap_reduce: reduce buckets while the backward pass still runs.
         values: fp32 values of parameters that hold them in a narrower dtype.
         bucket_elements: elements at which a bucket is full.
+        attach_grads: somebody else than the autograd engine adds to ``parameter.grad`` (schedules that split the
+            backward pass): let it be the buffer itself.
 
     Raises:
         ValueError: the optimizer is not element-wise although it is to be sharded, or it holds a parameter that is not
@@ -85,6 +87,7 @@ class ShardedOptimizer:
         overlap_reduce: bool = True,
         values: Mapping[nn.Parameter, Tensor] | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
+        attach_grads: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.mesh = mesh
@@ -114,11 +117,17 @@ class ShardedOptimizer:
                 f"{kind} does not treat each element alone, so that no process can update a part of a parameter with "
                 "it; take an element-wise optimizer (AdamW, Lion, SGD ...) or MoEStrategy(shard_optimizer=False)"
             )
-        groups = make_buckets(self.parameters, self.axis_of, shard, values, bucket_elements)
+        # Gradients of a pipeline are there before Lightning clears those of the optimizer's own parameters.
+        groups = make_buckets(
+            self.parameters, self.axis_of, shard, values, bucket_elements, all_flat=mesh.pipeline.size > 1
+        )
         self.groups = groups
         self.buckets = [group for group in groups if isinstance(group, Bucket)]
         self._hooks: list[Any] = []
         for bucket in self.buckets:
+            if attach_grads:
+                bucket.attach()
+                continue
             for position, (_, parameter, _) in enumerate(bucket.parameters):
                 hook = self._make_hook(bucket, position)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -189,7 +198,7 @@ class ShardedOptimizer:
             loss: [], the mean that was back-propagated as a sum.
             num_tokens: [], what it is a mean over.
         """
-        self._losses.append((torch.isfinite(loss.detach()), num_tokens.detach()))
+        self._losses.append((torch.isfinite(loss.detach()).all(), num_tokens.detach()))
 
     def finish_backward(self) -> StepResult:
         """Put the gradients of the step together over all processes; collective.
@@ -198,6 +207,7 @@ class ShardedOptimizer:
             What every process now knows. The gradients are in the buckets, still sums.
         """
         for bucket in self.buckets[self._next :]:
+            bucket.find_written()
             bucket.launch()
         self._next = len(self.buckets)
         self._syncing = False
@@ -218,7 +228,8 @@ class ShardedOptimizer:
             facts[2] += group.sum_of_squares()
         self.mesh.data.all_reduce(facts)
         if self.mesh.pipeline.size > 1:
-            self.mesh.pipeline.all_reduce(facts[1:3])
+            squares_of_stages = facts[2:3].clone()
+            facts[2] = self.mesh.pipeline.all_reduce(squares_of_stages)[0]
         tokens, bad, squares, *used = facts.tolist()
         self._used = [flag > 0 for flag in used]
         self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway

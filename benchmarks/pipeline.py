@@ -1,0 +1,106 @@
+"""Pipeline schedules: how much time is idle and how many activations are kept, from each schedule's table of actions.
+
+Prints a table for each part and, last, one line of JSON. What the numbers mean is in ``docs/pipeline.md``.
+
+    python benchmarks/pipeline.py                # every part
+    python benchmarks/pipeline.py --part plan    # computed, in a few seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from _report import aligned
+
+from olmoe_lightning.parallel.stages import SCHEDULES
+from olmoe_lightning.parallel.timeline import Durations, simulate
+
+RANKS = (2, 4, 8)
+MICROBATCHES = (8, 16, 32)
+Part = tuple[dict[str, Any], list[str]]
+"""Results for JSON, and the same as lines of text."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        SystemExit: it is wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument("--backward-input", type=float, default=1.0, help="gradients of inputs, in forward passes")
+    parser.add_argument("--backward-weight", type=float, default=1.0, help="gradients of weights, in forward passes")
+    parser.add_argument("--json-only", action="store_true", help="print the line of JSON without the tables")
+    args = parser.parse_args(arguments)
+    try:
+        Durations(1.0, args.backward_input, args.backward_weight)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def plan_part(args: argparse.Namespace) -> Part:
+    """Every schedule with its default number of stages per rank, all of equal size, over ranks and microbatches."""
+    durations = Durations(1.0, args.backward_input, args.backward_weight)
+    entries: list[dict[str, Any]] = []
+    for ranks in RANKS:
+        for microbatches in MICROBATCHES:
+            for schedule in SCHEDULES.values():
+                entry = {
+                    "schedule": schedule.name,
+                    "pipeline_parallel": ranks,
+                    "stages_per_rank": schedule.stages_per_rank,
+                    "num_microbatches": microbatches,
+                }
+                if schedule.accepts(ranks, schedule.stages_per_rank, microbatches):
+                    timeline = simulate(schedule.name, ranks, schedule.stages_per_rank, microbatches, durations)
+                    entry |= {
+                        "idle": round(timeline.bubble, 6),
+                        "activation_copies": list(timeline.activation_peaks),
+                        "microbatches_in_memory": list(timeline.microbatches_in_memory),
+                    }
+                entries.append(entry)
+
+    lines = [
+        f"Idle share of all ranks' time, and the most microbatches in memory on the fullest rank; backward "
+        f"{args.backward_input:g} + {args.backward_weight:g} forward passes, equal stages, transfers free"
+    ]
+    for ranks in RANKS:
+        rows = [(f"{ranks} ranks", *(f"{microbatches} microbatches" for microbatches in MICROBATCHES))]
+        for name in SCHEDULES:
+            mine = [e for e in entries if e["schedule"] == name and e["pipeline_parallel"] == ranks]
+            rows.append((name, *(_cell(entry) for entry in mine)))
+        lines += ["", *aligned(rows)]
+    return {"backward": [args.backward_input, args.backward_weight], "by_schedule": entries}, lines
+
+
+def _cell(entry: dict[str, Any]) -> str:
+    if "idle" not in entry:
+        return f"needs {entry['pipeline_parallel'] * entry['stages_per_rank']}"
+    return f"{entry['idle']:6.1%} {max(entry['microbatches_in_memory']):5.1f}"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {"plan": plan_part}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    start = time.perf_counter()
+    results: dict[str, Any] = {"benchmark": "pipeline"}
+    for name, part in PARTS.items():
+        if args.part in ("all", name):
+            results[name], lines = part(args)
+            if not args.json_only:
+                print("\n".join(lines), end="\n\n", flush=True)
+    results["seconds"] = round(time.perf_counter() - start, 1)
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from _overhead import StepClock
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.kernels import keep_freed_memory
@@ -63,23 +64,11 @@ class ParallelSide:
             ``measured``: bytes of tensors that were not there before. ``predicted``: by the formula. ``parts``: what
             the strategy says that they are.
         """
-        gc.collect()
-        before = _storages()
-        clock = StepClock()
-        trainer, module = self._fit(way, 2, clock, bf16=bf16)
-        gc.collect()
-        alive = _storages()
-        sharded = trainer.strategy.sharded
-        assert sharded is not None
-        result: dict[str, Any] = {
-            "measured": sum(size for place, size in alive.items() if place not in before),
-            "predicted": sharded.predicted_bytes(),
-            "parts": sharded.persistent_bytes(),
-            "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        }
-        return result
+        scales = _Scales()
+        self._fit(way, 2, scales, bf16=bf16)
+        return scales.found
 
-    def _fit(self, way: str, steps: int, clock: StepClock, bf16: bool = False) -> tuple[Trainer, OLMoE]:
+    def _fit(self, way: str, steps: int, callback: Callback, bf16: bool = False) -> tuple[Trainer, OLMoE]:
         trainer = Trainer(
             accelerator="cpu",
             devices=self._processes,
@@ -90,7 +79,7 @@ class ParallelSide:
             enable_progress_bar=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            callbacks=[clock],
+            callbacks=[callback],
             default_root_dir=self._folder.name,
         )
         module = OLMoE(self._config, schedule_steps=max(steps, 100))
@@ -109,6 +98,28 @@ class ParallelSide:
             batch_size=self._batch_size,
             cache_dir=self._folder.name,
         )
+
+
+class _Scales(Callback):
+    """Weighs when training is over and the fit is not: its end gives memory back, and a bf16 module its masters."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = _storages()
+        self.found: dict[str, Any] = {}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gc.collect()
+        strategy = trainer.strategy
+        assert isinstance(strategy, MoEStrategy)
+        assert strategy.sharded is not None
+        self.found = {
+            "measured": sum(size for place, size in _storages().items() if place not in self._before),
+            "predicted": strategy.sharded.predicted_bytes(),
+            "parts": strategy.sharded.persistent_bytes(),
+            "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
+        }
 
 
 def _strategy(way: str) -> Any:

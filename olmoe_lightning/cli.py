@@ -26,6 +26,7 @@ from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
 from olmoe_lightning.module import OLMoE
 from olmoe_lightning.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
+from olmoe_lightning.plan import plan
 
 USAGE = """usage: olmoe-lightning COMMAND [options]
 
@@ -43,6 +44,8 @@ Tools (each has --help):
                                    olmoe-lightning convert --from-hf DIR --to-native DIR
   parity     compare training on several processes with one process:
                                    olmoe-lightning parity --devices 4 --expert-parallel 2
+  plan       what a pipeline schedule would do: layers, timeline, idle time, memory:
+                                   olmoe-lightning plan --schedule 1f1b --pipeline-parallel 4 --num-microbatches 8
 
 Options may be written with - or _. --version prints the version.
 """
@@ -244,6 +247,7 @@ TOOLS: dict[str, Callable[..., Any]] = {
     "tokenize": tokenize_files,
     "convert": convert,
     "parity": parity,
+    "plan": plan,
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,14 @@ _BETWEEN_STEPS = (
     "on_train_end",
 )
 """Hooks that run before the strategy has waited for the weights of an optimizer step."""
+
+
+def most_batches(trainer: Trainer) -> float:
+    """The largest number of batches that a loader may be asked for, whichever it is."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    names = ("train", "val") if fitting else ("val", "test", "predict")
+    limits = [getattr(trainer, f"limit_{name}_batches") for name in names]
+    return max((limit if isinstance(limit, int) else float("inf") for limit in limits), default=float("inf"))
 
 
 def reads_weights_between_steps(trainer: Trainer, module: LightningModule) -> bool:

@@ -389,8 +389,8 @@ class OLMoE(LightningModule):
 
         Returns:
             ``loss`` (cross entropy and z-loss of the head; differentiable), ``num_tokens``, ``cross_entropy`` in nats
-            and ``z``. Outside of training also ``bytes`` of the tokens, and ``source_I`` and ``source_I_tokens``, the cross
-            entropy of each source of the data and its tokens.
+            and ``z``. Outside of training also ``bytes`` of the tokens, and ``source_I`` and ``source_I_tokens``, the
+            cross entropy of each source of the data and its tokens.
         """
         labels = inputs["labels"]
         counted = labels != IGNORE_INDEX
@@ -446,6 +446,8 @@ class OLMoE(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> list[Continuation]:
         """Give the beginning of each row to the model and let it go on, as :attr:`generation` says.
 
+        Under expert parallelism every rank runs as many forward passes as the one with the most lengths of prompts.
+
         Returns:
             One :class:`~olmoe_lightning.generate.Continuation` per row that has a prompt, on the CPU.
         """
@@ -456,7 +458,9 @@ class OLMoE(LightningModule):
         pairs = split_prompts(batch["input_ids"], batch.get("document_ids"), settings)
         lengths = [len(prompt) for prompt, _ in pairs]
         result: dict[int, Continuation] = {}
-        for length in sorted(set(lengths)):  # a generated batch has prompts of one length
+        groups = sorted(set(lengths))  # a generated batch has prompts of one length
+        most = self._most_over_experts(len(groups))
+        for length in groups:
             rows = [row for row, found in enumerate(lengths) if found == length]
             prompts = torch.stack([pairs[row][0] for row in rows])
             texts = self.generate(
@@ -466,7 +470,21 @@ class OLMoE(LightningModule):
                 ends = (written == eos_id).nonzero() if eos_id is not None else []
                 written = written[: int(ends[0]) + 1] if len(ends) else written
                 result[row] = Continuation(pairs[row][0].cpu(), written, pairs[row][1].cpu())
+        for _ in range(most - len(groups)):
+            self.generate(torch.zeros(1, 1, dtype=torch.int64, device=self.device), settings.max_new_tokens)
         return [result[row] for row in sorted(result)]
+
+    def _experts_elsewhere(self) -> bool:
+        strategy = getattr(self._trainer, "strategy", None)
+        return isinstance(strategy, ExpertPlacement) and strategy.mesh.expert.size > 1
+
+    def _most_over_experts(self, count: int) -> int:
+        """The largest count among the ranks that exchange tokens."""
+        if not self._experts_elsewhere():
+            return count
+        strategy: Any = self.trainer.strategy
+        counts = torch.tensor(count, device=self.device)
+        return int(strategy.mesh.expert.all_reduce(counts, torch.distributed.ReduceOp.MAX))
 
     def generate(
         self,
@@ -477,7 +495,21 @@ class OLMoE(LightningModule):
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue prompts, int64 [B, S] to [B, S + new]; see :func:`olmoe_lightning.generate.generate`."""
+        """Continue prompts, int64 [B, S] to [B, S + new]; see :func:`olmoe_lightning.generate.generate`.
+
+        Under expert parallelism all ranks call it together, with the same number of new tokens; it does not end early
+        there, because the others would wait.
+
+        Raises:
+            RuntimeError: the layers are shared among the ranks of a pipeline.
+        """
+        if self._stage_map is not None:
+            raise RuntimeError(
+                "a pipeline cannot generate text, as no process has all layers; save a checkpoint, and generate from "
+                "it in one process (olmoe-lightning generate --checkpoint ...)"
+            )
+        if self._experts_elsewhere():
+            eos_id = None
         model = self.built()
         was_training = model.training
         model.eval()

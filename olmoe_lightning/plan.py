@@ -65,13 +65,14 @@ def plan(
         num_layers = model.num_layers
         costs = relative_costs(model, seq_len)
     elif num_layers is None:
-        num_layers = sum(split) if split else max(1, pipeline_parallel * per_rank)
+        num_layers = max(sum(split or ()), pipeline_parallel * per_rank)
     stages = make_stage_map(schedule, pipeline_parallel, per_rank, num_layers, num_microbatches, split=split, **costs)
     of_stages = stage_costs(stages.layers, **costs)
     timeline = simulate(schedule, pipeline_parallel, per_rank, num_microbatches, durations, of_stages)
+    if output is not None:
+        draw_timeline(timeline, output)  # first, as it may fail
     print(format_plan(stages, timeline, of_stages))
     if output is not None:
-        draw_timeline(timeline, output)
         print(f"\nwritten: {output}")
 
 

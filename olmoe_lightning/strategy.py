@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
-from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
+from olmoe_lightning.guards import most_batches, reads_weights_between_steps, refuse_callbacks, refuse_dtypes
 from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.parallel import MeshShape
@@ -229,7 +229,7 @@ class MoEStrategy(PipelineStrategy):
         self.accelerator.setup(trainer)
         self._refuse(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting or (self._fitted is not module):
+        if fitting or self._fitted is not module:
             self._close_optimizer()
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -318,6 +318,7 @@ class MoEStrategy(PipelineStrategy):
         except (TypeError, NotImplementedError):
             return dataloader
         if self.mesh.expert.size > 1:
+            length = min(length, most_batches(self.lightning_module.trainer))  # type: ignore[union-attr]
             lengths = torch.tensor([length, -length], device=self.root_device)
             longest, shortest = self.mesh.data.all_reduce(lengths, dist.ReduceOp.MAX).tolist()
             if longest != -shortest:
@@ -358,8 +359,8 @@ class MoEStrategy(PipelineStrategy):
             tokens = 1
         if self.pipeline is not None and not self._pipelined:
             raise RuntimeError(
-                f"{type(self.lightning_module).__name__}.training_step did not call self.trainer.strategy.pipeline_step, "
-                "so that the stages made no gradients"
+                f"{type(self.lightning_module).__name__}.training_step did not call "
+                "self.trainer.strategy.pipeline_step, so that the stages made no gradients"
             )
         count = torch.as_tensor(tokens, device=loss.device)
         self._loss_sum = loss * count.to(loss.dtype)
@@ -571,6 +572,10 @@ class MoEStrategy(PipelineStrategy):
             self._waits.close()
             self._waits = None
         if self.sharded is not None and not self._interrupted:
+            if hasattr(self.precision_plugin, "param_dtype"):
+                # The plugin's module leaves with its masters: a second fit must not start from rounded weights.
+                for parameter, value in self.sharded.local_masters().items():
+                    parameter.data = value
             self.sharded.close()
         for plugin in self._comms.values():
             plugin.teardown()

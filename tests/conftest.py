@@ -15,6 +15,16 @@ EOS = 256
 LIGHTNING = logging.getLogger("lightning.pytorch")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_from_the_start():
+    """Fixtures of a whole module are made before the one below: their numbers must not be those of more threads.
+
+    Lightning's launcher sets the number of threads too, unless it is in the environment.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_process_left_as_it_was():
     torch.set_num_threads(1)

@@ -139,6 +139,8 @@ class Bucket:
                 "processes (reentrant checkpointing does this); set MoEStrategy(overlap_grad_reduce=False)"
             )
         assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise ValueError(f"the gradient of {name} is sparse, which cannot be summed in buckets; set sparse=False")
         view = self.grad_views[position]
         if self.written[position]:
             view.add_(parameter.grad)

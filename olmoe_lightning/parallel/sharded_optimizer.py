@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Alone, Bucket, NamedParameter, Piece, make_buckets
+from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
 from olmoe_lightning.parallel.mesh import Mesh
 
@@ -132,14 +133,15 @@ class ShardedOptimizer:
                 hook = self._make_hook(bucket, position)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self.pieces: dict[int, Piece] = {piece.number: piece for group in groups for piece in group.pieces}
-        self._move_groups()
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._move_groups(names)
         self._device = self.parameters[0].parameter.device if self.parameters else torch.device("cpu")
         self._losses: list[tuple[Tensor, Tensor]] = []  # (finite, tokens) of the microbatches of this step
         self._syncing = False
         self._next = 0  # bucket to be launched next
         self.result: StepResult | None = None
 
-    def _move_groups(self) -> None:
+    def _move_groups(self, names: Mapping[nn.Parameter, str]) -> None:
         """Put pieces in the place of parameters; state that the optimizer already made moves along."""
         number = {parameter: index for _, parameter, index in self.parameters}
         state = self.optimizer.state
@@ -151,7 +153,8 @@ class ShardedOptimizer:
             self._numbering.groups.append(list(range(count, count + len(group["params"]))))
             for place, parameter in enumerate(group["params"], start=count):
                 if parameter not in number:
-                    continue  # frozen
+                    self._frozen.append((names.get(parameter, "a parameter"), parameter))
+                    continue
                 self._numbering.of_parameter[number[parameter]] = place
                 old = state.pop(parameter, None)
                 piece = self.pieces.get(number[parameter])
@@ -284,11 +287,17 @@ class ShardedOptimizer:
             bucket.begin_step()
 
     def check_groups(self) -> None:
-        """Notice parameters that somebody added to the optimizer behind our back.
+        """Notice parameters that somebody added to the optimizer, or unfroze, behind our back.
 
         Raises:
-            ValueError: their number.
+            ValueError: their number, or their names.
         """
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise ValueError(
+                f"{', '.join(thawed[:5])}{' ...' if len(thawed) > 5 else ''}: frozen when training began and not now; "
+                "MoEStrategy shards the trained parameters once, so decide before fit which are frozen"
+            )
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._group_sizes:
             raise ValueError(
@@ -310,6 +319,20 @@ class ShardedOptimizer:
     def bucket_of(self) -> dict[nn.Parameter, Bucket]:
         """The bucket of each parameter that has one."""
         return {parameter: bucket for bucket in self.buckets for _, parameter, _ in bucket.parameters}
+
+    def local_masters(self) -> dict[nn.Parameter, Tensor]:
+        """fp32 values of the parameters that are held in a narrower dtype, whole on each process; collective."""
+        values: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.weights.dtype == torch.float32:
+                continue
+            flat = torch.empty(bucket.weights.shape, dtype=torch.float32, device=bucket.weights.device)
+            bucket.own(flat).copy_(bucket.masters)
+            if bucket.sharded:
+                all_gather(bucket.axis, flat).wait()
+            for start, (_, parameter, _) in zip(bucket.starts, bucket.parameters, strict=True):
+                values[parameter] = flat[start : start + parameter.numel()].view(parameter.shape)
+        return values
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

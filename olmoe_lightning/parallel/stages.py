@@ -312,13 +312,10 @@ def split_layers(
         raise ValueError(f"{num_layers} layers cannot be split into {num_stages} stages of at least one layer")
     if len(costs) != num_layers:
         raise ValueError(f"there are {len(costs)} layer costs for {num_layers} layers")
-    for name, value in (
-        *((f"of layer {i}", c) for i, c in enumerate(costs)),
-        ("first", first_cost),
-        ("last", last_cost),
-    ):
+    named = {f"layer_costs[{layer}]": cost for layer, cost in enumerate(costs)}
+    for name, value in (named | {"first_cost": first_cost, "last_cost": last_cost}).items():
         if not math.isfinite(value) or value < 0:
-            raise ValueError(f"the cost {name} ({value}) must be a finite number, at least 0")
+            raise ValueError(f"{name} ({value}) must be a finite number, at least 0")
     *whole, first, last = _whole_numbers([*costs, first_cost, last_cost])
     before = list(accumulate(whole, initial=0))
 

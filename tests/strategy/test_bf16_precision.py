@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from strategy_lab import (
     CLOSE,
@@ -44,9 +44,16 @@ class Slope(LightningModule):
 
 def train_bf16(module, batches, expert_parallel_size=1, **options):
     strategy = MoEStrategy(expert_parallel_size=expert_parallel_size, bucket_megabytes=SMALL_BUCKETS)
-    trainer = quiet(strategy, plugins=[BF16Precision()], **options)
+    dtypes = {}
+
+    class Looks(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            dtypes.update({name: value.dtype for name, value in pl_module.state_dict().items()})
+
+    callbacks = [*options.pop("callbacks", []), Looks()]
+    trainer = quiet(strategy, plugins=[BF16Precision()], callbacks=callbacks, **options)
     trainer.fit(module, own_batches(batches))
-    return state_of(trainer), {name: value.dtype for name, value in module.state_dict().items()}
+    return state_of(trainer), dtypes
 
 
 def start_bf16(make):

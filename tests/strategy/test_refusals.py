@@ -143,7 +143,6 @@ def frozen():
     return Dense(change=lambda module: module.first.requires_grad_(False))
 
 
-@pytest.mark.xfail(strict=True, reason="they are left as they are without a word")
 def test_parameters_that_are_unfrozen_during_training(workers):
     """They would be left as they are without a word: the optimizer holds no part of them."""
     words = ["first.weight", "frozen"]

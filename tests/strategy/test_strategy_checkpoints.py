@@ -220,7 +220,6 @@ def fit_bf16_twice(folder):
         trainer.save_checkpoint(folder / f"{number}.ckpt")
 
 
-@pytest.mark.xfail(strict=True, reason="a second fit starts from the rounded weights")
 def test_a_second_fit_of_a_bf16_run_starts_from_its_masters(workers, tmp_path):
     workers(2).run(fit_bf16_twice, tmp_path)
     first, second = (load(tmp_path / f"{number}.ckpt")["state_dict"] for number in (0, 1))

@@ -58,9 +58,7 @@ def test_the_check_of_signatures_can_fail():
 
 def test_the_constructor_takes_everything_that_the_trainer_hands_on():
     assert inspect.signature(ParallelStrategy).parameters.keys() <= inspect.signature(MoEStrategy).parameters.keys()
-    assert set(inspect.signature(MoEStrategy.__mro__[2]).parameters) == set(
-        inspect.signature(ParallelStrategy).parameters
-    )
+    assert ParallelStrategy in MoEStrategy.__mro__
 
 
 PRIVATE = {

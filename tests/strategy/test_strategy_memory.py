@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from strategy_lab import Items, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -42,24 +43,36 @@ def alive():
     return storages([item for item in gc.get_objects() if isinstance(item, Tensor)])
 
 
+class Measures(Callback):
+    """Counts when training is over and the fit is not: it leaves the module with its masters."""
+
+    def __init__(self, before):
+        self.before = before
+        self.found = None
+
+    def on_train_end(self, trainer, pl_module):
+        sharded = trainer.strategy.sharded
+        reached = [*pl_module.parameters(), *pl_module.buffers()]
+        for bucket in sharded.buckets:
+            reached += [bucket.weights, bucket.grads, bucket.masters]
+        for master, state in trainer.optimizers[0].state.items():
+            reached += [master, *(value for value in state.values() if isinstance(value, Tensor))]
+        there = storages(reached) | {key: size for key, size in alive().items() if key not in self.before}
+        self.found = sum(there.values()), sum(sharded.persistent_bytes().values()), sharded.predicted_bytes()
+
+
 def measure(expert_parallel_size, precision, shard_optimizer):
-    before = alive()
+    measures = Measures(alive())
     strategy = MoEStrategy(
         expert_parallel_size=expert_parallel_size, shard_optimizer=shard_optimizer, bucket_megabytes=1.0
     )
     plugins = [BF16Precision()] if precision == "bf16" else []
-    trainer = quiet(strategy, plugins=plugins, max_steps=1)
+    trainer = quiet(strategy, plugins=plugins, max_steps=1, callbacks=[measures])
     tokens = torch.randint(0, 512, (1, 16), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     module = OLMoE(CONFIG, schedule="constant")
     trainer.fit(module, DataLoader(Items([batch]), batch_size=None))
-    reached = [*module.parameters(), *module.buffers()]
-    for bucket in strategy.sharded.buckets:
-        reached += [bucket.weights, bucket.grads, bucket.masters]
-    for master, state in trainer.optimizers[0].state.items():
-        reached += [master, *(value for value in state.values() if isinstance(value, Tensor))]
-    there = storages(reached) | {key: size for key, size in alive().items() if key not in before}
-    return sum(there.values()), sum(strategy.sharded.persistent_bytes().values()), strategy.sharded.predicted_bytes()
+    return measures.found
 
 
 EXPERTS = CONFIG.num_layers * CONFIG.num_experts * 3 * CONFIG.d_model * CONFIG.expert_hidden

@@ -5,11 +5,14 @@ T tokens of a global step.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from _overhead import StepClock
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
@@ -68,11 +72,34 @@ class ParallelSide:
         self._fit(way, 2, scales, bf16=bf16)
         return scales.found
 
+    def pipeline(self, schedule: str, microbatches: int, steps: int, warmup: int) -> dict[str, list[float]]:
+        """Train in a pipeline of all processes, whose batch is that of one process without it.
+
+        Returns:
+            ``step``: seconds in which the schedule ran, of the last ``steps`` steps. ``compute``: those of them in
+            which this process computed; the rest it waited or sent.
+        """
+        watch = _StageWatch()
+        trainer = self._trainer(
+            MoEStrategy(pipeline_parallel_size=self._processes, schedule=schedule, num_microbatches=microbatches),
+            warmup + steps,
+            watch,
+        )
+        module = OLMoE(self._config, schedule_steps=100)
+        trainer.fit(module, self._data(warmup + steps))
+        return {"step": watch.step[-steps:], "compute": watch.compute[-steps:]}
+
     def _fit(self, way: str, steps: int, callback: Callback, bf16: bool = False) -> tuple[Trainer, OLMoE]:
-        trainer = Trainer(
+        trainer = self._trainer(_strategy(way), steps, callback, bf16)
+        module = OLMoE(self._config, schedule_steps=max(steps, 100))
+        trainer.fit(module, self._data(steps))
+        return trainer, module
+
+    def _trainer(self, strategy: Any, steps: int, callback: Callback, bf16: bool = False) -> Trainer:
+        return Trainer(
             accelerator="cpu",
             devices=self._processes,
-            strategy=_strategy(way),
+            strategy=strategy,
             plugins=[BF16Precision()] if bf16 else None,
             max_steps=steps,
             logger=False,
@@ -82,9 +109,6 @@ class ParallelSide:
             callbacks=[callback],
             default_root_dir=self._folder.name,
         )
-        module = OLMoE(self._config, schedule_steps=max(steps, 100))
-        trainer.fit(module, self._data(steps))
-        return trainer, module
 
     def _data(self, steps: int) -> TokenDataModule:
         path = Path(self._folder.name) / f"random-{steps}.npy"
@@ -120,6 +144,57 @@ class _Scales(Callback):
             "parts": strategy.sharded.persistent_bytes(),
             "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
         }
+
+
+class _StageWatch(Callback):
+    """Times a schedule, and the computations of the stages in it."""
+
+    def __init__(self) -> None:
+        self.step: list[float] = []
+        self.compute: list[float] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, MoEStrategy)
+        assert strategy.pipeline is not None
+        run = strategy.pipeline.train
+
+        def timed(*args: Any) -> Any:
+            with _computing() as spent:
+                start = time.perf_counter()
+                sums = run(*args)
+                self.step.append(time.perf_counter() - start)
+                self.compute.append(sum(spent))
+            return sums
+
+        strategy.pipeline.train = timed  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[list[float]]:
+    """Collect the seconds of each computation of a stage; what a stage waits for comes before them."""
+    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    spent: list[float] = []
+    originals = {name: getattr(PipelineStage, name) for name in names}
+
+    def timed(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - start)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(PipelineStage, name, timed(original))
+    try:
+        yield spent
+    finally:
+        for name, original in originals.items():
+            setattr(PipelineStage, name, original)
 
 
 def _strategy(way: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -48,6 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a turn")
     parser.add_argument("--threads", type=int, default=1, help="of each of the two processes")
+    parser.add_argument(
+        "--router",
+        choices=("random", "learned"),
+        default="random",
+        help="random: equally loaded ranks, so that the cost of travelling is seen; learned: what training makes of it",
+    )
     parser.add_argument("--json-only", action="store_true", help="print the line of JSON without the table")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--d-model", type=int, default=256)
@@ -87,6 +94,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         top_k=args.top_k,
         expert_hidden=args.hidden,
         max_seq_len=args.seq_len,
+        router_mode=args.router,
     )
 
 
@@ -137,7 +145,7 @@ def run_turns(team: Team, ways: tuple[str, ...], args: argparse.Namespace, progr
         for way in turn_order(list(ways), index):
             progress(f"round {index + 1} of {args.rounds}, {NAMES[way]}")
             gaps = team.ask("measure", way=way, count=args.steps, warmup=WARMUP_STEPS)[0]
-            speeds[way].append(args.steps * args.tokens / sum(gaps))
+            speeds[way].append(args.tokens / statistics.median(gaps))  # a step that something disturbed counts as one
     return {
         way: {
             "tokens_per_s": summarize(speed).to_dict(),
@@ -165,7 +173,8 @@ def table(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, torch {machine['torch']}, "
         f"lightning {machine['lightning']}",
         f"d_model {settings['d_model']}, {settings['layers']} layers, {settings['experts']} experts of width "
-        f"{settings['hidden']}, top-{settings['top_k']}, {settings['tokens']} tokens a step, fp32, fused AdamW",
+        f"{settings['hidden']}, top-{settings['top_k']}, {settings['router']} routing, "
+        f"{settings['tokens']} tokens a step, fp32, fused AdamW",
         f"load average {load['average_before']} before, {load['average_after']} after",
     ]
     if load["warning"]:

@@ -596,10 +596,13 @@ class OLMoE(LightningModule):
             counts: int64 [Lm, E], requested assignments of the global batch.
         """
         blocks = self.built().blocks
-        for layer in blocks.layers:
-            moe = blocks[layer].moe
-            if moe is not None:
-                moe.router.update_selection_bias(counts[layer - self.config.num_dense_layers])
+        here = set(blocks.layers)  # the others are in other stages of a pipeline
+        with_router = range(self.config.num_dense_layers, self.config.num_layers)
+        for layer, layer_counts in zip(with_router, counts, strict=True):
+            if layer in here:
+                moe = blocks[layer].moe
+                assert moe is not None
+                moe.router.update_selection_bias(layer_counts)
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 

@@ -80,8 +80,8 @@ def full_values(
                 part = value(sharded.pieces[index])
                 local = torch.zeros_like(parameter) if part is None else part.reshape(parameter.shape).to(parameter)
             whole = gather_experts(local.detach(), mesh.expert) if sharded.is_expert[parameter] else local.detach()
-            # The first rank of each group has it; one of them is rank 0.
-            yield name, index, whole.cpu().clone() if mesh.rank == 0 and whole is not None else None
+            # The first data rank of each stage has it; one of them is rank 0.
+            yield name, index, whole.cpu().clone() if mesh.data.rank == 0 and whole is not None else None
 
 
 def full_state_dict(
@@ -93,19 +93,24 @@ def full_state_dict(
         All of it on rank 0; on the others what they hold themselves.
     """
     state = module.state_dict()
-    gathered: set[str] = set()
-    if sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters):
-        masters = full_masters(sharded)
-        first_name = {parameter: name for name, parameter, _ in sharded.parameters}
-        for name, parameter in module.named_parameters(remove_duplicate=False):  # tied weights have two
-            if parameter in first_name:
-                gathered.add(name)
-                state[name] = masters.get(first_name[parameter], state[name])
+    narrow = sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters)
+    trained = {parameter for _, parameter, _ in sharded.parameters} if sharded is not None and narrow else set()
+    aliases: dict[str, str] = {}  # tied weights have two names
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if is_expert(parameter) and name not in gathered:
+        first = first_names.setdefault(parameter, name)
+        if parameter in trained:
+            aliases[name] = first
+        elif is_expert(parameter):
             whole = gather_experts(parameter.detach(), mesh.expert)
-            if whole is not None and mesh.rank == 0:
+            if whole is not None and mesh.data.rank == 0:
                 state[name] = whole
+    if mesh.pipeline.size > 1:
+        state = of_all_stages(mesh, dict(state) if mesh.data.rank == 0 else {}) or state
+        aliases = of_all_stages(mesh, aliases) or aliases
+    if sharded is not None and narrow:
+        masters = full_masters(sharded)
+        state.update({name: masters[first] for name, first in aliases.items() if first in masters})
     return state
 
 
@@ -118,28 +123,64 @@ def local_state_dict(
         ValueError: it has another number of experts than the module.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    here = module.state_dict().keys()
     return {
         name: local_experts(value, mesh.expert, parameters[name].shape[0])
         if name in parameters and is_expert(parameters[name])
         else value
         for name, value in state.items()
+        if mesh.pipeline.size == 1 or name in here  # the others belong to other stages
     }
 
 
 def full_masters(sharded: ShardedOptimizer) -> dict[str, Tensor]:
     """fp32 values of all trained parameters by name; on rank 0, empty elsewhere; collective."""
     values = full_values(sharded, lambda piece: piece.master.detach())
-    return {name: whole for name, _, whole in values if whole is not None}
+    return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
 
 
 def full_gradients(sharded: ShardedOptimizer) -> dict[str, Tensor]:
     """The gradients that the optimizer is about to use, by name; on rank 0, empty elsewhere; collective."""
     values = full_values(sharded, lambda piece: piece.master.grad)
-    return {name: whole for name, _, whole in values if whole is not None}
+    return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
+
+
+def of_all_stages(mesh: Mesh, own: dict[str, Any]) -> dict[str, Any]:
+    """Join what the stages of a pipeline have by name, on rank 0; empty elsewhere; collective."""
+    if mesh.pipeline.size == 1:
+        return own
+    found: list[dict[str, Any]] | None = [{} for _ in mesh.pipeline.ranks] if mesh.pipeline.rank == 0 else None
+    dist.gather_object(own, found, dst=mesh.pipeline.ranks[0], group=mesh.pipeline.group)
+    return {name: item for part in found or [] for name, item in part.items()} if mesh.rank == 0 else {}
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` of a single process; on rank 0, empty elsewhere; collective."""
+    """``optimizer.state_dict()`` of a single process; on rank 0, empty elsewhere; collective.
+
+    Of a pipeline, no process knows how a single one would number the parameters: ``state`` is then by their names.
+    """
+    by_name = full_state_by_name(sharded)
+    options = [
+        {key: item for key, item in group.items() if key != "params"} for group in sharded.optimizer.param_groups
+    ]
+    named = {group.get("name", str(place)): group for place, group in enumerate(options)}
+    named = of_all_stages(sharded.mesh, named if sharded.mesh.data.rank == 0 else {})
+    if sharded.mesh.rank != 0:
+        return {}
+    if sharded.mesh.pipeline.size > 1:
+        return {"state": by_name, "param_groups": list(named.values())}
+    numbers = sharded.numbering()
+    names = {number: sharded.parameters[index].name for index, number in numbers.of_parameter.items()}
+    number_of = {name: number for number, name in names.items()}
+    return {
+        "state": {number_of[name]: state for name, state in by_name.items()},
+        "param_groups": [{**group, "params": ids} for group, ids in zip(options, numbers.groups, strict=True)],
+        "names": names,  # so that a pipeline can find its own
+    }
+
+
+def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of each parameter by its name; on rank 0, empty elsewhere; collective."""
     optimizer = sharded.optimizer
     mine: dict[int, dict[str, Any]] = {
         index: optimizer.state[piece.master]
@@ -161,7 +202,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     present = torch.zeros(count, dtype=torch.float64)
     present[list(mine)] = 1
     states: dict[int, dict[str, Any]] = {}
-    _reduce_max(present, sharded.mesh)
+    _reduce_max(present, sharded.mesh)  # the numbers of parameters are those of one stage
     for index in present.nonzero().flatten().tolist():
         states[index] = {}
     for key in sorted(kinds):
@@ -185,14 +226,8 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
                 state[key] = None
             else:
                 state[key] = torch.tensor(number, dtype=torch.float32) if kinds[key] == "scalar" else number
-    if sharded.mesh.rank != 0:
-        return {}
-    numbers = sharded.numbering()
-    groups = [
-        {**{key: item for key, item in group.items() if key != "params"}, "params": list(ids)}
-        for group, ids in zip(optimizer.param_groups, numbers.groups, strict=True)
-    ]
-    return {"state": {numbers.of_parameter[i]: state for i, state in states.items()}, "param_groups": groups}
+    own = {sharded.parameters[index].name: state for index, state in states.items()}
+    return of_all_stages(sharded.mesh, own if sharded.mesh.data.rank == 0 else {})
 
 
 def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
@@ -201,31 +236,62 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
     Raises:
         ValueError: it has other parameter groups than the optimizer.
     """
-    numbers = sharded.numbering()
-    here = [len(ids) for ids in numbers.groups]
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    if here != there:
-        raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {there} parameters, this one of {here}; "
-            "the optimizer must be configured as it was when the checkpoint was written"
-        )
-    index_of = {number: index for index, number in numbers.of_parameter.items()}
+    names = saved.get("names", {})
+    state_by_name = {
+        name if isinstance(name, str) else names.get(name, _name_of(sharded, int(name))): entries
+        for name, entries in saved["state"].items()
+    }
+    options = _options(sharded, saved["param_groups"])
     local_ids: dict[nn.Parameter, int] = {}
     for group in sharded.optimizer.param_groups:
         for master in group["params"]:
             local_ids[master] = len(local_ids)
     state: dict[int, dict[str, Any]] = {}
-    for number, entries in saved["state"].items():
-        index = index_of.get(int(number))
-        piece = None if index is None else sharded.pieces.get(index)
-        if index is None or piece is None:
-            continue
-        parameter = sharded.parameters[index].parameter
-        state[local_ids[piece.master]] = {key: _slice(item, parameter, piece, sharded) for key, item in entries.items()}
-    groups = []
-    for saved_group, group in zip(saved["param_groups"], sharded.optimizer.param_groups, strict=True):
-        groups.append({**saved_group, "params": [local_ids[master] for master in group["params"]]})
+    for name, parameter, index in sharded.parameters:
+        piece = sharded.pieces.get(index)
+        if piece is not None and name in state_by_name:
+            entries = state_by_name[name]
+            state[local_ids[piece.master]] = {
+                key: _slice(item, parameter, piece, sharded) for key, item in entries.items()
+            }
+    groups = [
+        {**saved_group, "params": [local_ids[master] for master in group["params"]]}
+        for saved_group, group in zip(options, sharded.optimizer.param_groups, strict=True)
+    ]
     sharded.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _name_of(sharded: ShardedOptimizer, number: int) -> str:
+    """The name of a parameter in a checkpoint that knows numbers alone."""
+    if sharded.mesh.pipeline.size > 1:
+        raise ValueError(
+            "the checkpoint's optimizer state was written without MoEStrategy and has no parameter names, so that a "
+            "pipeline cannot tell which of it belongs to which stage; write it again under MoEStrategy in one process"
+        )
+    index_of = {other: index for index, other in sharded.numbering().of_parameter.items()}
+    return sharded.parameters[index_of[number]].name if number in index_of else ""
+
+
+def _options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved options of each group that this process has; of pipelines by name, else by position."""
+    here = [len(ids) for ids in sharded.numbering().groups]
+    there = [len(group.get("params", ())) for group in saved]
+    if sharded.mesh.pipeline.size == 1 and all("params" in group for group in saved):
+        if here != there:
+            raise ValueError(
+                f"the checkpoint's optimizer has parameter groups of {there} parameters, this one of {here}; "
+                "the optimizer must be configured as it was when the checkpoint was written"
+            )
+        return saved
+    by_name = {group.get("name", str(place)): group for place, group in enumerate(saved)}
+    wanted = [group.get("name", str(place)) for place, group in enumerate(sharded.optimizer.param_groups)]
+    missing = [name for name in wanted if name not in by_name]
+    if missing:
+        raise ValueError(
+            f"the checkpoint's optimizer has the parameter groups {list(by_name)}, but not {missing}; the optimizer "
+            "must be configured as it was when the checkpoint was written"
+        )
+    return [by_name[name] for name in wanted]
 
 
 def load_masters(sharded: ShardedOptimizer, values: Mapping[str, Tensor]) -> None:
@@ -247,7 +313,7 @@ def _kind(item: Any, piece: Piece) -> str:
 def _reduce_max(values: Tensor, mesh: Mesh) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(mesh) else values.device
     moved = values.to(device)
-    values.copy_(mesh.world.all_reduce(moved, dist.ReduceOp.MAX))
+    values.copy_(mesh.data.all_reduce(moved, dist.ReduceOp.MAX))
 
 
 def _on_cuda(mesh: Mesh) -> bool:

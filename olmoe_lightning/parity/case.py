@@ -1,10 +1,10 @@
 """What is compared: a topology, the options of the step, and a small model with data that are awkward on purpose.
 
 The microbatches have one order, whatever the topology: microbatch m is computed by data rank m mod D. One process that
-accumulates D times as many of them processes exactly the same ones in each optimizer step, so that losses that are
-defined per microbatch (the balance loss) are the same function on both sides.
+accumulates all of them processes exactly the same ones in each optimizer step, so that losses that are defined per
+microbatch (the balance loss) are the same function on both sides. A batch of a pipeline is M of them.
 
-D data ranks, A accumulated microbatches, B rows, S tokens of a row.
+D data ranks, A accumulated batches, M microbatches of a pipeline's batch (1 without), B rows, S tokens of a row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ class ParityCase:
     Args:
         devices: processes.
         expert_parallel: processes among which the experts of a layer are shared.
-        accumulate: microbatches per process and optimizer step.
+        pipeline_parallel: processes among which the layers are shared.
+        schedule: of the pipeline.
+        num_microbatches: of a batch of the pipeline; 1 without.
+        split: layers of each stage; ``None`` for the split by cost.
+        accumulate: batches per process and optimizer step.
         clip: norm to which the global gradient is clipped; ``None`` for no clipping.
         precision: ``fp32``, or ``bf16`` for bfloat16 weights with fp32 masters.
         comm: name of the comm plugin of the topology; one process needs none.
@@ -58,6 +62,10 @@ class ParityCase:
 
     devices: int = 2
     expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    split: list[int] | None = None
     accumulate: int = 1
     clip: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -74,14 +82,17 @@ class ParityCase:
     accelerator: Literal["cpu", "gpu"] = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("devices", "expert_parallel", "accumulate", "steps"):
+        for name in ("devices", "expert_parallel", "pipeline_parallel", "num_microbatches", "accumulate", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
-        if self.devices % self.expert_parallel:
+        model_parallel = self.expert_parallel * self.pipeline_parallel
+        if self.devices % model_parallel:
             raise ValueError(
-                f"devices ({self.devices}) must be divisible by expert_parallel ({self.expert_parallel}): so many "
-                "processes together hold all experts"
+                f"devices ({self.devices}) must be divisible by expert_parallel ({self.expert_parallel}) x "
+                f"pipeline_parallel ({self.pipeline_parallel}): so many processes together hold the model once"
             )
+        if self.pipeline_parallel == 1 and self.num_microbatches > 1:
+            raise ValueError(f"num_microbatches ({self.num_microbatches}) needs a pipeline_parallel (1) of at least 2")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip ({self.clip}) must be positive; leave it out for no clipping")
         if self.routing == "idle_rank" and self.expert_parallel == 1:
@@ -98,7 +109,12 @@ class ParityCase:
     @property
     def mesh(self) -> MeshShape:
         """Sizes of the topology."""
-        return MeshShape.of_world(self.devices, expert=self.expert_parallel)
+        return MeshShape.of_world(self.devices, self.pipeline_parallel, self.expert_parallel)
+
+    @property
+    def parts(self) -> int:
+        """Microbatches that all processes compute together for one batch of the Trainer, D · M."""
+        return self.mesh.data * self.num_microbatches
 
     @property
     def bound(self) -> float:
@@ -118,7 +134,9 @@ class ParityCase:
         return ModelConfig(
             vocab_size=VOCAB_SIZE,
             d_model=32,
-            num_layers=2,
+            num_layers=2 if self.pipeline_parallel == 1 else 8,
+            num_dense_layers=0 if self.pipeline_parallel == 1 else 1,
+            dense_hidden=0 if self.pipeline_parallel == 1 else 48,
             num_heads=4,
             num_kv_heads=2,
             head_dim=8,
@@ -158,29 +176,33 @@ class ParityCase:
     def microbatches(self) -> list[dict[str, Tensor]]:
         """Those of an epoch in their order: ``input_ids`` and ``labels``, int64 [B, S]."""
         per_rank = self.accumulate + 1 if self.partial_window else self.accumulate * self.steps
-        return [self._microbatch(index) for index in range(per_rank * self.devices)]
+        return [self._microbatch(index) for index in range(per_rank * self.parts)]
 
     def _microbatch(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        rows = 1 + index % 3 if self.uneven else 2
+        # Those of one batch of a pipeline have equally many rows.
+        number = index if self.num_microbatches == 1 else index // self.parts
+        rows = 1 + number % 3 if self.uneven else 2
         tokens = torch.randint(0, VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=generator)
         labels = tokens[:, 1:].clone()
         if self.uneven:
             for row in range(rows):
                 labels[row, : (5 * index + 3 * row) % SEQ_LEN] = IGNORE_INDEX
-            if index == self.accumulate * self.devices + self.devices - 1 and self._has_others_in_second_step:
+            if index == self.accumulate * self.parts + self.parts - 1 and self._has_others_in_second_step:
                 labels[:] = IGNORE_INDEX
         return {"input_ids": tokens[:, :-1].clone(), "labels": labels}
 
     @property
     def _has_others_in_second_step(self) -> bool:
-        return self.devices > 1 or (self.accumulate > 1 and not self.partial_window)
+        return self.parts > 1 or (self.accumulate > 1 and not self.partial_window)
 
-    def of_rank(self, data_rank: int, data_ranks: int) -> list[dict[str, Tensor]]:
-        """Microbatches of one rank, or all of them for one process."""
-        return self.microbatches[data_rank::data_ranks]
+    def of_rank(self, data_rank: int) -> list[dict[str, Tensor]]:
+        """The batches of one rank: its microbatches, M at a time."""
+        own = self.microbatches[data_rank :: self.mesh.data]
+        groups = [own[start : start + self.num_microbatches] for start in range(0, len(own), self.num_microbatches)]
+        return [{name: torch.cat([each[name] for each in group]) for name in group[0]} for group in groups]
 
-    def counted(self, position: int, data_ranks: int) -> int:
-        """Tokens that count in the microbatches which ``data_ranks`` ranks compute at this position of the epoch."""
-        together = self.microbatches[position * data_ranks : (position + 1) * data_ranks]
-        return sum(int((microbatch["labels"] != IGNORE_INDEX).sum()) for microbatch in together)
+    def counted(self, position: int, together: int) -> int:
+        """Tokens that count in the ``together`` microbatches at this position of the epoch."""
+        part = self.microbatches[position * together : (position + 1) * together]
+        return sum(int((microbatch["labels"] != IGNORE_INDEX).sum()) for microbatch in part)

@@ -75,7 +75,8 @@ def compare(reference: RunRecord, other: RunRecord, bound: float) -> list[Row]:
         groups = [[_members(tensors, group) for tensors in whole] for group in GROUPS]
         rows.append(_row(f"optimizer: {kind}", bound, groups))
     rows.append(_row("selection bias", bound, [(reference.biases, other.biases)]))
-    rows.append(_row("learning rates", 0, [[_numbers(step.learning_rates) for step in pair] for pair in steps]))
+    rates = [[{name: torch.tensor(rate) for name, rate in step.learning_rates.items()} for step in p] for p in steps]
+    rows.append(_row("learning rates", 0, rates))
     rows.append(_row("skipped steps", 0, [[_numbers([step.skipped_steps]) for step in pair] for pair in steps]))
     unequal = sum(a != b for a, b in zip(reference.options, other.options, strict=False))
     unequal += abs(len(reference.options) - len(other.options))
@@ -91,9 +92,10 @@ def compare_ranks(ranks: Sequence[RankRecord]) -> list[Row]:
     def part(rank: RankRecord, experts: bool) -> Tensors:
         return {name: value for name, value in rank.weights.items() if (name in rank.expert_names) == experts}
 
-    first = {rank.expert_rank: rank for rank in reversed(ranks)}
-    dense = [(part(ranks[0], False), part(rank, False)) for rank in ranks]
-    experts = [(part(first[rank.expert_rank], True), part(rank, True)) for rank in ranks]
+    of_stages = {rank.pipeline_rank: rank for rank in reversed(ranks)}
+    of_experts = {(rank.pipeline_rank, rank.expert_rank): rank for rank in reversed(ranks)}
+    dense = [(part(of_stages[rank.pipeline_rank], False), part(rank, False)) for rank in ranks]
+    experts = [(part(of_experts[rank.pipeline_rank, rank.expert_rank], True), part(rank, True)) for rank in ranks]
     metrics = [
         (
             {name: torch.tensor(value) for name, value in a.items()},

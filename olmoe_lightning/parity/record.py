@@ -19,7 +19,13 @@ from typing_extensions import override
 
 from olmoe_lightning.model.router import Router
 from olmoe_lightning.module import OLMoE
-from olmoe_lightning.parallel.full_state import full_gradients, full_masters, full_optimizer_state
+from olmoe_lightning.parallel.full_state import (
+    full_gradients,
+    full_masters,
+    full_optimizer_state,
+    full_state_by_name,
+    of_all_stages,
+)
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 from olmoe_lightning.parity.case import ParityCase
 from olmoe_lightning.parity.sabotage import Sabotage, Saboteur
@@ -45,8 +51,8 @@ class StepRecord:
     """How often each expert was chosen, int64 [Lm, E]."""
     gradients: dict[str, Tensor]
     """Of whole parameters by name, fp32, after clipping."""
-    learning_rates: list[float]
-    """Of the parameter groups, for the next step."""
+    learning_rates: dict[str, float]
+    """Of the parameter groups by name, for the next step."""
     skipped_steps: int
 
 
@@ -54,6 +60,8 @@ class StepRecord:
 class RankRecord:
     """What one process has at the end."""
 
+    pipeline_rank: int
+    """Which part of the layers."""
     expert_rank: int
     """Which part of the experts."""
     weights: dict[str, Tensor]
@@ -119,12 +127,12 @@ class Recorder(Callback):
 
     Args:
         case: says how many tokens each microbatch has.
-        data_ranks: that process a microbatch at the same time.
+        together: microbatches that are processed for one batch of the Trainer, by all processes.
     """
 
-    def __init__(self, case: ParityCase, data_ranks: int) -> None:
+    def __init__(self, case: ParityCase, together: int) -> None:
         self.case = case
-        self.data_ranks = data_ranks
+        self.together = together
         self.run = RunRecord()
         self._sums: dict[str, float] = defaultdict(float)
         self._tokens = 0
@@ -138,14 +146,15 @@ class Recorder(Callback):
         """Add up what was logged; after an optimizer step, keep it and the gradients."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._metrics.append(metrics)
-        tokens = self.case.counted(batch_idx, self.data_ranks)
+        tokens = self.case.counted(batch_idx, self.together)
         self._tokens += tokens
         for name, value in metrics.items():
             if name.startswith("train/") and name.endswith("loss"):  # the perplexity is no mean over tokens
                 self._sums[name] += value * tokens
         assert isinstance(pl_module, LabModel)
         assert pl_module.routing_stats is not None
-        self._load = self._load + trainer.strategy.reduce(pl_module.routing_stats.counts, reduce_op="sum").cpu()
+        strategy, _ = _strategy_of(trainer)
+        self._load = self._load + strategy.sum_over_data(pl_module.routing_stats.counts).cpu()
         if trainer.global_step > len(self.run.steps):
             self._end_step(trainer)
 
@@ -158,7 +167,13 @@ class Recorder(Callback):
                 grad_norm=strategy.grad_norm,
                 expert_load=self._load,
                 gradients=full_gradients(sharded),
-                learning_rates=[group["lr"] for group in trainer.optimizers[0].param_groups],
+                learning_rates=of_all_stages(
+                    strategy.mesh,
+                    {
+                        group.get("name", str(place)): group["lr"]
+                        for place, group in enumerate(trainer.optimizers[0].param_groups)
+                    },
+                ),
                 skipped_steps=strategy.skipped_steps,
             )
         )
@@ -173,18 +188,15 @@ class Recorder(Callback):
         strategy.wait_for_weights()
         run = self.run
         run.parameters = full_masters(sharded)
-        saved = full_optimizer_state(sharded)
-        names = {number: sharded.parameters[index].name for index, number in sharded.numbering().of_parameter.items()}
-        for number, entries in saved.get("state", {}).items():
+        for name, entries in full_state_by_name(sharded).items():
             for kind, value in entries.items():
-                run.state.setdefault(kind, {})[names[number]] = torch.as_tensor(value).cpu().float()
-        run.options = saved.get("param_groups", [])
-        run.biases = {
-            name: buffer.detach().cpu().clone()
-            for name, buffer in pl_module.named_buffers()
-            if name.endswith("selection_bias")
-        }
+                run.state.setdefault(kind, {})[name] = torch.as_tensor(value).cpu().float()
+        options = full_optimizer_state(sharded).get("param_groups", [])
+        # A pipeline's stages do not know how one process would number the parameters.
+        run.options = [{key: item for key, item in group.items() if key != "params"} for group in options]
+        run.options.sort(key=lambda group: str(group.get("name")))
         own = RankRecord(
+            strategy.mesh.pipeline.rank,
             strategy.mesh.expert.rank,
             {name: p.detach().cpu().clone() for name, p in [*pl_module.named_parameters(), *pl_module.named_buffers()]},
             [name for name, parameter, _ in sharded.parameters if sharded.is_expert[parameter]],
@@ -193,6 +205,12 @@ class Recorder(Callback):
         run.ranks = [own] * strategy.mesh.world.size
         if len(run.ranks) > 1:
             dist.all_gather_object(run.ranks, own)
+        run.biases = {
+            name: value
+            for rank in reversed(run.ranks)  # the first one that has it stays
+            for name, value in rank.weights.items()
+            if name.endswith("selection_bias")
+        }
 
 
 def _strategy_of(trainer: Trainer) -> tuple[MoEStrategy, ShardedOptimizer]:
@@ -221,9 +239,14 @@ def record(
         ValueError: the sabotage would be without effect on this topology.
     """
     data_ranks = 1 if alone else case.mesh.data
-    recorder = Recorder(case, data_ranks)
+    together = 1 if alone else case.parts
+    recorder = Recorder(case, together)
     strategy = MoEStrategy(
         expert_parallel_size=1 if alone else case.expert_parallel,
+        pipeline_parallel_size=1 if alone else case.pipeline_parallel,
+        schedule=case.schedule,
+        num_microbatches=case.num_microbatches,
+        pipeline_split=None if alone else case.split,
         comm="auto" if alone else case.comm,
         shard_optimizer=case.shard_optimizer,
         overlap_grad_reduce=case.overlap,
@@ -239,7 +262,7 @@ def record(
         callbacks=[recorder, *([Saboteur(case, sabotage)] if sabotage else [])],
         max_steps=case.steps,
         max_epochs=-1,
-        accumulate_grad_batches=case.accumulate * case.devices if alone else case.accumulate,
+        accumulate_grad_batches=case.accumulate * case.parts if alone else case.accumulate,
         gradient_clip_val=case.clip,
         use_distributed_sampler=False,  # each process has its own list
         log_every_n_steps=1,
@@ -248,6 +271,7 @@ def record(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rank = 0 if data_ranks == 1 else int(trainer.global_rank)
-    trainer.fit(model(case), DataLoader(case.of_rank(rank, data_ranks), batch_size=None))  # type: ignore[arg-type]
+    rank = 0 if data_ranks == 1 else int(trainer.global_rank) % data_ranks
+    batches = case.microbatches if alone else case.of_rank(rank)
+    trainer.fit(model(case), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return recorder.run if trainer.global_rank == 0 else None

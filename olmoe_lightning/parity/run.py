@@ -81,9 +81,11 @@ def run_parity(
         check_sabotage(case, sabotage)
     begin = time.monotonic()
     mesh = case.mesh
+    stages = f"pipeline {mesh.pipeline} ({case.schedule}) x " if mesh.pipeline > 1 else ""
     progress(
-        f"{case.steps} steps; reference: 1 process, {case.accumulate * case.devices} microbatches a step; topology: "
-        f"{case.devices} processes, expert_replica {mesh.expert_replica} x expert {mesh.expert}, {case.accumulate} each"
+        f"{case.steps} steps; reference: 1 process, {case.accumulate * case.parts} microbatches a step; topology: "
+        f"{case.devices} processes, {stages}expert_replica {mesh.expert_replica} x expert {mesh.expert}, "
+        f"{case.accumulate * case.num_microbatches} each"
     )
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         processes = _start(case, sabotage, timeout, Path(folder))

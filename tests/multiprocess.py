@@ -104,7 +104,7 @@ class Workers:
             self._folder.cleanup()
             self._folder = None
 
-    def _start(self) -> None:
+    def _start(self, attempts: int = 4) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -128,7 +128,10 @@ class Workers:
         if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
             report = self._report([a for a in answers.values() if not a.ok], [], START_SECONDS)
             self.close()
+            if attempts > 1 and "EADDRINUSE" in report:  # somebody took the port between its choice and its use
+                return self._start(attempts - 1)
             raise WorkerError(f"{self.size} worker processes could not be started\n{report}")
+        return None
 
     def _collect(self, timeout: float) -> dict[int, _Answer]:
         """Answers by rank, until all have come or the time is over; a failure shortens the time of the others."""

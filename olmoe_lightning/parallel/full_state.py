@@ -237,10 +237,10 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
         ValueError: it has other parameter groups than the optimizer.
     """
     names = saved.get("names", {})
-    state_by_name = {
-        name if isinstance(name, str) else names.get(name, _name_of(sharded, int(name))): entries
-        for name, entries in saved["state"].items()
-    }
+    state_by_name: dict[str, dict[str, Any]] = {}
+    for key, entries in saved["state"].items():
+        name = key if isinstance(key, str) else names[key] if key in names else _name_of(sharded, int(key))
+        state_by_name[name] = entries
     options = _options(sharded, saved["param_groups"])
     local_ids: dict[nn.Parameter, int] = {}
     for group in sharded.optimizer.param_groups:

@@ -35,6 +35,20 @@ class StageBuilder(Protocol):
         """Sums of a microbatch from the last stage's output; ``loss`` among them is what is differentiated."""
 
 
+_PREFIX = "batch_"
+
+
+class _Stage(nn.Module):
+    """Takes the batch under names that torch's ``step`` has no other use for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        return self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
+
+
 class PipelineRunner:
     """The stages of one process, and how batches pass through them.
 
@@ -83,7 +97,8 @@ class PipelineRunner:
         rows = torch.arange(len(first), device=first.device)  # the loss finds its part of the batch by them
         arguments = (first,) if 0 in self.modules else ()
         losses: list[Tensor] | None = [] if self.has_last else None
-        schedule.step(*arguments, target=rows if self.has_last else None, losses=losses, return_outputs=False, **batch)
+        extras = {_PREFIX + name: value for name, value in batch.items()}
+        schedule.step(*arguments, target=rows if self.has_last else None, losses=losses, return_outputs=False, **extras)
         self._batch = {}
         return self._everywhere()
 
@@ -160,7 +175,7 @@ class PipelineRunner:
             hidden = self.model.pipeline_hidden(part)
             stages = [
                 PipelineStage(
-                    module,
+                    _Stage(module),
                     stage,
                     self.stages.num_stages,
                     self.device,

@@ -56,7 +56,7 @@ def plain_loop(case):
         schedule.step()
         for router, layer_counts in zip(routers, counts, strict=True):
             router.update_selection_bias(layer_counts)
-        run.steps.append(StepRecord({"train/loss": cross_entropy / tokens}, norm, counts, gradients, [], 0))
+        run.steps.append(StepRecord({"train/loss": cross_entropy / tokens}, norm, counts, gradients, {}, 0))
     run.parameters = {name: parameter.detach().clone() for name, parameter in named.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
         run.state[kind] = {name: optimizer.state[parameter][kind] for name, parameter in named.items()}

@@ -103,6 +103,9 @@ class MeshStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        # Sizes that do not fit are told before a process is started.
+        world = max(self.num_nodes * self.num_processes, 1)
+        MeshShape.of_world(world, self.pipeline_parallel_size, self.expert_parallel_size)
         self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

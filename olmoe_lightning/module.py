@@ -271,7 +271,8 @@ class OLMoE(LightningModule):
 
     def _sums(self, batch: Batch) -> tuple[Sums, RoutingStats | None]:
         """What a batch comes to, see :meth:`pipeline_loss`; in a pipeline the backward pass has then been made too."""
-        inputs = {name: batch[name] for name in ("labels", "document_ids", "source_ids") if name in batch}
+        names = ("labels", "document_ids", "source_ids")
+        inputs: dict[str, Tensor] = {name: batch[name] for name in names if name in batch}
         if self._stage_map is not None:
             strategy: Any = self.trainer.strategy
             sums = strategy.pipeline_step(batch["input_ids"], inputs)

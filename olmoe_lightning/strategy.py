@@ -30,7 +30,6 @@ from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
 from olmoe_lightning.guards import most_batches, reads_weights_between_steps, refuse_callbacks, refuse_dtypes
 from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.moe import MoE
-from olmoe_lightning.parallel import MeshShape
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
 from olmoe_lightning.parallel.full_state import (
     full_optimizer_state,
@@ -168,9 +167,6 @@ class MoEStrategy(PipelineStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         """Refuse what cannot work before any process is started."""
-        # The world is as large as asked for; whether it comes up like that is checked when it is there.
-        world = max(self.num_nodes * self.num_processes, 1)
-        MeshShape.of_world(world, self.pipeline_parallel_size, self.expert_parallel_size)
         super().connect(model)
         if not model.automatic_optimization:
             raise MisconfigurationException(
@@ -318,7 +314,7 @@ class MoEStrategy(PipelineStrategy):
         except (TypeError, NotImplementedError):
             return dataloader
         if self.mesh.expert.size > 1:
-            length = min(length, most_batches(self.lightning_module.trainer))  # type: ignore[union-attr]
+            length = int(min(length, most_batches(self.lightning_module.trainer)))  # type: ignore[union-attr]
             lengths = torch.tensor([length, -length], device=self.root_device)
             longest, shortest = self.mesh.data.all_reduce(lengths, dist.ReduceOp.MAX).tolist()
             if longest != -shortest:

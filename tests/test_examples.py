@@ -22,6 +22,7 @@ FEW = [
     "--trainer.log_every_n_steps=1",
     "--model.overrides.num_layers=2",
 ]
+SEVERAL = ("expert_parallel", "pipeline")
 CHANGES = {"quickstart.yaml": ["--model.warmup_steps=1"], "mixture.yaml": ["--model.warmup_tokens=100"]}
 
 
@@ -50,7 +51,7 @@ def folder(tmp_path, cache, monkeypatch):
 
 
 def test_there_is_a_test_for_every_example():
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*CHANGES, "expert_parallel.yaml"}
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*CHANGES, *(f"{name}.yaml" for name in SEVERAL)}
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py", "custom_comm_plugin.py"}
 
 
@@ -96,11 +97,12 @@ def as_a_stranger(command, folder):
     return run.stdout + run.stderr
 
 
-def test_the_expert_parallel_example_trains_in_two_processes(folder):
-    command = [sys.executable, "-m", "olmoe_lightning.cli", "fit", "--config", str(EXAMPLES / "expert_parallel.yaml")]
+@pytest.mark.parametrize("name", SEVERAL)
+def test_an_example_of_several_processes_trains(name, folder):
+    command = [sys.executable, "-m", "olmoe_lightning.cli", "fit", "--config", str(EXAMPLES / f"{name}.yaml")]
     printed = as_a_stranger([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)
     assert "best validation loss" in printed
-    run = folder / "runs" / "expert_parallel" / "version_0"
+    run = folder / "runs" / name / "version_0"
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 3
     experts = checkpoint["state_dict"]["model.blocks.0.moe.experts.w_gate_up"]

@@ -1,5 +1,7 @@
 """Pipelines under Lightning: loops, checkpoints, refusals, what a stage builds, and modules of others."""
 
+import re
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -144,19 +146,27 @@ def test_a_process_builds_its_own_layers_only(workers):
 
 
 REFUSED = [
-    (lambda: strategy("1f1b", 1), {}, r"num_microbatches \(1\)"),
-    (lambda: MoEStrategy(pipeline_parallel_size=2, schedule="1f2b"), {}, r"unknown schedule '1f2b'.*1f1b"),
-    (lambda: strategy(pipeline_split=[4, 2]), {}, r"split \[4, 2\].*sum 5"),
-    (lambda: strategy("interleaved_1f1b", stages_per_rank=3), {}, r"num_layers \(5\).*= 6"),
-    (lambda: MoEStrategy(pipeline_parallel_size=2, expert_parallel_size=2), {}, r"processes \(2\).*= 4"),
+    (lambda: strategy("1f1b", 1), r"num_microbatches \(1\)"),
+    (lambda: MoEStrategy(pipeline_parallel_size=2, schedule="1f2b"), r"unknown schedule '1f2b'.*1f1b"),
+    (lambda: strategy(pipeline_split=[4, 2]), r"split \[4, 2\].*sum 5"),
+    (lambda: strategy("interleaved_1f1b", stages_per_rank=3), r"num_layers \(5\).*= 6"),
+    (lambda: MoEStrategy(pipeline_parallel_size=2, expert_parallel_size=2), r"processes \(2\).*= 4"),
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
-def test_what_cannot_run_is_refused_before_processes_meet(make, options, message):
-    trainer = quiet(make(), devices=2, **options)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(model(), every_batch(batches(1)))
+def refusal(number):
+    make, module = [(make, model) for make, _ in REFUSED][number] if number >= 0 else (strategy, Plain)
+    try:
+        quiet(make(), devices=2).fit(module(), every_batch(batches(1)))
+    except (ValueError, MisconfigurationException) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_what_cannot_run_is_refused_on_all_ranks(workers, number):
+    for message in workers(2).run(refusal, number):
+        assert re.search(REFUSED[number][1], message), message
 
 
 class Plain(LightningModule):
@@ -165,9 +175,9 @@ class Plain(LightningModule):
         self.layer = nn.Linear(2, 2)
 
 
-def test_a_module_that_cannot_be_cut_is_told_what_it_lacks():
-    with pytest.raises(MisconfigurationException, match=r"Plain cannot be cut.*pipeline_layers.*pipeline_loss"):
-        quiet(strategy(), devices=2).fit(Plain(), every_batch(batches(1)))
+def test_a_module_that_cannot_be_cut_is_told_what_it_lacks(workers):
+    for message in workers(2).run(refusal, -1):
+        assert re.search(r"Plain cannot be cut.*pipeline_layers.*pipeline_loss", message)
 
 
 def messages(kind):

@@ -106,11 +106,17 @@ class Mesh:
     def create(cls, shape: MeshShape) -> Mesh:
         """Make the process groups; collective over all processes of the default group.
 
+        A process that trains several times gets the same groups again: each keeps threads and sockets of its own, and
+        none can be given back while another rank may still use it.
+
         Raises:
             ValueError: the shape has another number of processes than the default group.
         """
         if shape.world != dist.get_world_size():
             raise ValueError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
+        made = _MADE.get(shape)
+        if made is not None and made[0] is dist.group.WORLD:
+            return made[1]
         rank = dist.get_rank()
         everyone = tuple(range(shape.world))
 
@@ -133,7 +139,7 @@ class Mesh:
                 found.setdefault(key(*shape.coordinates(each)), []).append(each)
             return list(found.values())
 
-        return cls(
+        mesh = cls(
             shape,
             rank,
             axis("world", [everyone]),
@@ -142,6 +148,8 @@ class Mesh:
             axis("expert_replica", lines(lambda p, r, e: (p, e))),
             axis("expert", lines(lambda p, r, e: (p, r))),
         )
+        _MADE[shape] = (dist.group.WORLD, mesh)
+        return mesh
 
     def __str__(self) -> str:
         """Where this process stands, for logs and errors."""
@@ -151,3 +159,7 @@ class Mesh:
             f"rank {self.rank} of {sizes.world} (pipeline {pipeline}/{sizes.pipeline}, "
             f"expert_replica {replica}/{sizes.expert_replica}, expert {expert}/{sizes.expert})"
         )
+
+
+_MADE: dict[MeshShape, tuple[ProcessGroup | None, Mesh]] = {}
+"""Meshes of this process by shape, with the default group that they were made in."""

@@ -225,7 +225,7 @@ class MeshStrategy(ParallelStrategy):
         if self._mesh is not None and self._mesh.world.size > 1:
             log.error(f"{self._mesh} failed: {type(exception).__name__}: {exception}")
             children = getattr(self.launcher, "procs", [])
-            deadline = time.monotonic() + 5.0  # they may be about to say what went wrong first
+            deadline = time.monotonic() + 12.0  # they may be about to say what went wrong first
             while any(child.poll() is None for child in children) and time.monotonic() < deadline:
                 time.sleep(0.1)
             for child in children:

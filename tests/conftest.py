@@ -23,16 +23,26 @@ def _one_thread_from_the_start():
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    return dict(os.environ)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_a_process_left_as_it_was():
-    torch.set_num_threads(1)
-    environment, level = dict(os.environ), LIGHTNING.level
+def _one_thread_and_a_process_left_as_it_was(_one_thread_from_the_start):
+    """The environment is that of the session, before and after: a launcher's ranks in it would reach other processes.
+
+    Fixtures of a module may have trained before this one is called, so it does not keep what it finds.
+    """
+    level = LIGHTNING.level
+    _restore(_one_thread_from_the_start)
     yield
+    _restore(_one_thread_from_the_start)
+    LIGHTNING.setLevel(level)
+
+
+def _restore(environment):
+    torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
-    LIGHTNING.setLevel(level)
 
 
 @pytest.fixture(scope="session")

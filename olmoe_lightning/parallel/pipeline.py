@@ -75,7 +75,7 @@ class PipelineRunner:
         self._schedules: dict[Any, Any] = {}
         self._batch: Mapping[str, Tensor] = {}
         self._sums: list[Sums] = []
-        self._names: list[str] | None = None
+        self._names: dict[str, list[str]] = {}  # of the sums of each kind of pass
 
     @property
     def has_last(self) -> bool:
@@ -100,7 +100,7 @@ class PipelineRunner:
         extras = {_PREFIX + name: value for name, value in batch.items()}
         schedule.step(*arguments, target=rows if self.has_last else None, losses=losses, return_outputs=False, **extras)
         self._batch = {}
-        return self._everywhere()
+        return self._everywhere("training")
 
     @torch.no_grad()
     def evaluate(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
@@ -132,16 +132,15 @@ class PipelineRunner:
         for work, _ in sends:
             assert work is not None
             work.wait()
-        return self._everywhere()
+        return self._everywhere("evaluation")
 
     def _parts(self, rows: int) -> int:
         """Microbatches of an evaluation batch: as many as in training if they come out even, else one."""
         return self.num_microbatches if rows % self.num_microbatches == 0 else 1
 
-    def _everywhere(self) -> Sums:
-        """Add the microbatches up and tell everyone; the names are the same in each."""
-        sums = self._sums
-        self._sums = []
+    def _everywhere(self, kind: str) -> Sums:
+        """Add the microbatches up and tell everyone; the names are told once for each kind of pass."""
+        sums, self._sums = self._sums, []
         names: list[str] = []
         values = torch.zeros(0, dtype=torch.float64, device=self.device)
         if self.has_last:
@@ -149,15 +148,18 @@ class PipelineRunner:
             rows = [torch.stack([each[name].detach().double() for name in names]) for each in sums]
             values = torch.stack(rows).sum(0)
         if self.axis.size > 1:
-            source = self.axis.ranks[self.stages.rank_of(self.stages.num_stages - 1)]
-            if self._names is None:  # once: they do not change
+            source = self.axis.ranks[self.stages.last_rank]
+            if kind not in self._names:
                 holder: list[Any] = [names]
                 dist.broadcast_object_list(holder, src=source, group=self.axis.group)
-                self._names = holder[0]
+                self._names[kind] = holder[0]
+            known = self._names[kind]
             if not self.has_last:
-                values = torch.zeros(len(self._names), dtype=torch.float64, device=self.device)
+                values = torch.zeros(len(known), dtype=torch.float64, device=self.device)
+            elif names != known:
+                raise RuntimeError(f"pipeline_loss returned the sums {names}, after {known} in an earlier {kind} pass")
             dist.broadcast(values, src=source, group=self.axis.group)
-            names = self._names
+            names = known
         return dict(zip(names, values, strict=True))
 
     def _schedule(self, first: Tensor, batch: Mapping[str, Tensor]) -> Any:

@@ -154,6 +154,23 @@ REFUSED = [
 ]
 
 
+class MoreInValidation(OLMoE):
+    """Its validation sums up more than its training, as with the data module, which knows the bytes of a token."""
+
+    def _token_bytes(self, device):
+        return torch.arange(64, device=device)
+
+
+def nats_per_byte(devices):
+    trainer = quiet(strategy() if devices == 2 else "auto", devices=devices, max_steps=2, val_check_interval=1)
+    trainer.fit(MoreInValidation(CONFIG, learning_rate=0.01), every_batch(batches(2)), every_batch(batches(2)))
+    return float(trainer.callback_metrics["val/nats_per_byte"])
+
+
+def test_validation_may_sum_up_other_things_than_training(workers):
+    assert workers(2).run(nats_per_byte, 2) == pytest.approx([nats_per_byte(1)] * 2, rel=1e-5)
+
+
 def refusal(number):
     make, module = [(make, model) for make, _ in REFUSED][number] if number >= 0 else (strategy, Plain)
     try:

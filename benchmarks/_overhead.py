@@ -46,6 +46,18 @@ class StepClock(Callback):
         self.marks.append(time.perf_counter())
 
 
+def random_data(folder: str, steps: int, batch_size: int, seq_len: int, processes: int = 1) -> TokenDataModule:
+    """Documents of random tokens, enough for ``steps`` steps of ``processes`` x ``batch_size`` rows."""
+    path = Path(folder) / f"random-{steps}.npy"
+    if not path.exists():
+        tokens = np.random.default_rng(0).integers(
+            0, 256, (steps + 1) * processes * batch_size * seq_len, dtype=np.uint16
+        )
+        tokens[_DOCUMENT_TOKENS::_DOCUMENT_TOKENS] = 256  # end of document
+        np.save(path, tokens)
+    return TokenDataModule(train=str(path), tokenizer="byte", seq_len=seq_len, batch_size=batch_size, cache_dir=folder)
+
+
 class TrainerSide:
     """The three ways to train: ``bare``, ``trainer`` and ``trainer_bar`` (with the progress bar).
 
@@ -82,19 +94,7 @@ class TrainerSide:
         return OLMoE(self._config, compile_blocks=self._compile_blocks, schedule_steps=steps)
 
     def _data(self, steps: int) -> TokenDataModule:
-        path = Path(self._folder.name) / f"random-{steps}.npy"
-        if not path.exists():
-            rng = np.random.default_rng(0)
-            tokens = rng.integers(0, 256, (steps + 1) * self._batch_size * self._seq_len, dtype=np.uint16)
-            tokens[_DOCUMENT_TOKENS::_DOCUMENT_TOKENS] = 256  # end of document
-            np.save(path, tokens)
-        return TokenDataModule(
-            train=str(path),
-            tokenizer="byte",
-            seq_len=self._seq_len,
-            batch_size=self._batch_size,
-            cache_dir=self._folder.name,
-        )
+        return random_data(self._folder.name, steps, self._batch_size, self._seq_len)
 
     def _bare(self, steps: int) -> list[float]:
         data = self._data(steps)

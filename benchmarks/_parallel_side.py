@@ -13,12 +13,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from _overhead import StepClock
+from _overhead import StepClock, random_data
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
@@ -111,17 +109,7 @@ class ParallelSide:
         )
 
     def _data(self, steps: int) -> TokenDataModule:
-        path = Path(self._folder.name) / f"random-{steps}.npy"
-        if not path.exists():
-            tokens = (steps + 1) * self._batch_size * self._processes * self._seq_len
-            np.save(path, np.random.default_rng(0).integers(0, 256, tokens, dtype=np.uint16))
-        return TokenDataModule(
-            train=str(path),
-            tokenizer="byte",
-            seq_len=self._seq_len,
-            batch_size=self._batch_size,
-            cache_dir=self._folder.name,
-        )
+        return random_data(self._folder.name, steps, self._batch_size, self._seq_len, self._processes)
 
 
 class _Scales(Callback):

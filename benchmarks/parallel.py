@@ -9,19 +9,16 @@ Prints a table and, last, one line of JSON. What the numbers mean is in ``docs/p
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from _machine import LoadWatch, busy_warning, describe, inherited_settings, load_average
 from _report import aligned, spread
+from _run import Progress, run
 from _timing import paired_ratios, summarize, turn_order
-from _workers import Worker, WorkerError
+from _workers import Worker
 
 from olmoe_lightning.config import ModelConfig
 
@@ -35,7 +32,6 @@ NAMES = {
     "ddp": "Lightning ddp",
     "auto": "Lightning single device",
 }
-Progress = Callable[[str], None]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -212,25 +208,10 @@ def table(results: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts that were asked for, and print the figures."""
     args = parse_arguments(arguments)
-    started = time.perf_counter()
-
-    def progress(text: str) -> None:
-        print(f"[{time.perf_counter() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    watch = LoadWatch()
-    time.sleep(0.5)
-    load, others = load_average(), watch.others()["others"]
-    warning = busy_warning(load, others)
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
     parts = PARTS if args.part == "all" else (args.part,)
-    results: dict[str, Any] = {
-        "benchmark": "parallel",
-        "machine": describe(),
-        "settings": vars(args) | {"environment": inherited_settings()},
-    }
     options = {"config": model_config(args).to_dict(), "seq_len": args.seq_len, "tokens": args.tokens}
-    try:
+
+    def measure(results: dict[str, Any], progress: Progress) -> None:
         with ExitStack() as stack:
             if "speed" in parts or "memory" in parts:
                 pair = Team(2, args.threads, stack, **options)
@@ -241,15 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
         with ExitStack() as stack:
             if "single" in parts:
                 results["single"] = run_turns(Team(1, 2 * args.threads, stack, **options), ALONE, args, progress)
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    results["load"] = {"average_before": load, "average_after": load_average(), "warning": warning}
-    results["seconds"] = time.perf_counter() - started
-    if not args.json_only:
-        print(table(results))
-    print(json.dumps(results))
-    return 0
+
+    return run("parallel", args, measure, table)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ Prints a table and, last, one line of JSON. What the numbers mean is in ``docs/p
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from _machine import LoadWatch, busy_warning, describe, inherited_settings, load_average
 from _report import table
+from _run import Progress, run
 from _timing import paired_ratios, summarize, turn_order
 from _workers import Worker, WorkerError
 
@@ -27,8 +24,6 @@ PARTS = ("peer", "scaling", "overhead")
 ROUNDS = {"peer": 6, "scaling": 4, "overhead": 4}
 STEPS = {"peer": 5, "scaling": 1, "overhead": 20}
 WARMUP_STEPS = 3
-
-Progress = Callable[[str], None]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -283,46 +278,17 @@ def overhead_figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts that were asked for, and print the figures."""
     args = parse_arguments(arguments)
-    started = time.perf_counter()
-
-    def progress(text: str) -> None:
-        print(f"[{time.perf_counter() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    watch = LoadWatch()
-    time.sleep(0.5)
-    load, others = load_average(), watch.others()["others"]
-    warning = busy_warning(load, others)
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
     parts = PARTS if args.part == "all" else (args.part,)
-    watch = LoadWatch()
-    results: dict[str, Any] = {
-        "benchmark": "train_step",
-        "machine": describe(),
-        "settings": vars(args) | {"environment": inherited_settings()},
-    }
-    try:
+
+    def measure(results: dict[str, Any], progress: Progress) -> None:
         if "peer" in parts:
             results["peer"] = [run_peer(args, count, progress) for count in args.experts]
         if "scaling" in parts:
             results["scaling"] = run_scaling(args, progress)
         if "overhead" in parts:
             results["overhead"] = run_overhead(args, progress)
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    results["load"] = {
-        "average_before": load,
-        "average_after": load_average(),
-        "others_before": others,
-        **{f"{name}_during": cores for name, cores in watch.others().items()},
-        "warning": warning,
-    }
-    results["seconds"] = time.perf_counter() - started
-    if not args.json_only:
-        print(table(results))
-    print(json.dumps(results))
-    return 0
+
+    return run("train_step", args, measure, table)
 
 
 if __name__ == "__main__":

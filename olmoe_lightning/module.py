@@ -6,11 +6,10 @@ B batch, S sequence, E experts, Lm MoE layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -22,32 +21,18 @@ from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.checkpoint.hf_config import functional_differences
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
-from olmoe_lightning.generate import Continuation, GenerationConfig, generate, split_prompts
+from olmoe_lightning.generate import GenerationConfig
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.model import RoutingStats, Transformer
 from olmoe_lightning.model.losses import IGNORE_INDEX
-from olmoe_lightning.model.stage import Stage
-from olmoe_lightning.parallel import Mesh
-from olmoe_lightning.parallel.pipeline import PipelineRunner, Sums
+from olmoe_lightning.module_writing import Batch, ExpertPlacement, WritingModel
+from olmoe_lightning.parallel.pipeline import Sums
 from olmoe_lightning.parallel.stages import StageMap
 from olmoe_lightning.schedules import Schedule, make_schedule
 
-Batch = dict[str, Tensor]
 
-
-@runtime_checkable
-class ExpertPlacement(Protocol):
-    """A strategy that shares experts among processes."""
-
-    root_device: torch.device
-    mesh: Mesh
-
-    def place_experts(self, module: torch.nn.Module) -> int:
-        """Keep the own experts of each MoE layer; the global index of the first one."""
-
-
-class OLMoE(LightningModule):
+class OLMoE(WritingModel):
     """A mixture-of-experts language model, ready for ``Trainer.fit``.
 
     Batches are dictionaries with ``input_ids`` (int64 [B, S]) and ``labels`` (int64 [B, S], already shifted, -100 where
@@ -183,7 +168,7 @@ class OLMoE(LightningModule):
             if isinstance(strategy, ExpertPlacement) and self.pretrained is None:
                 # Without memory until only the own experts are left; layers of other stages are not even made.
                 with torch.device("meta"):
-                    self.model = self._own_layers(strategy)
+                    self.model = self._own_layers(strategy.mesh.pipeline.rank)
                 first_expert = strategy.place_experts(self.model)
                 self.model.to_empty(device=strategy.root_device)
                 self.model.init_weights(self.init_seed, first_expert)
@@ -196,19 +181,6 @@ class OLMoE(LightningModule):
                 for block in self.model.blocks:
                     block.compile()
         return self.model
-
-    def _own_layers(self, strategy: ExpertPlacement) -> Transformer:
-        if self._stage_map is None:
-            return Transformer(self.config)
-        rank = strategy.mesh.pipeline.rank
-        first, last = rank == self._stage_map.first_rank, rank == self._stage_map.last_rank
-        if self.config.tie_embeddings and self._stage_map.first_rank != self._stage_map.last_rank:
-            raise ValueError(
-                f"tied embeddings need the first and the last stage on one rank, but schedule "
-                f"{self._stage_map.schedule!r} has them on ranks {self._stage_map.first_rank} and "
-                f"{self._stage_map.last_rank}; set tie_embeddings=False, or take zbv_zero_bubble or dualpipev"
-            )
-        return Transformer(self.config, self._stage_map.layers_of(rank), first, last)
 
     @override
     def setup(self, stage: str) -> None:
@@ -359,165 +331,6 @@ class OLMoE(LightningModule):
             balance, z = self.config.balance_loss_coeff, self.config.router_z_loss_coeff
             log("balance_loss", "balance_loss", balance * stats.balance_sum.sum(), tokens)
             log("router_z_loss", "router_z_loss", z * stats.z_sum.sum(), tokens)
-
-    # ---------------------------------------------------------------------------------------------- pipeline
-
-    @property
-    def pipeline_layers(self) -> int:
-        """Layers that can be cut apart."""
-        return self.config.num_layers
-
-    def pipeline_costs(self) -> tuple[list[float], float, float]:
-        """Cost of each layer, of the embedding and of the head, in one unit (FLOPs of a token)."""
-        config = self.config
-        return list(config.flops_per_layer(config.max_seq_len)), 0.0, config.flops_of_head
-
-    def pipeline_stage(self, layers: Sequence[int], first: bool, last: bool) -> Stage:
-        """The module of a stage."""
-        return Stage(self.built(), layers, first, last)
-
-    def pipeline_hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """What travels between stages for a microbatch, [B, S, D] on the meta device."""
-        dtype = next(self.built().parameters()).dtype
-        return torch.empty(*inputs["labels"].shape, self.config.d_model, dtype=dtype, device="meta")
-
-    def pipeline_loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Sums:
-        """Sums over the labels that count, of a batch or a microbatch.
-
-        Args:
-            output: [B, S, D], behind the final norm.
-            inputs: ``labels`` int64 [B, S], and optionally ``source_ids`` int64 [B].
-
-        Returns:
-            ``loss`` (cross entropy and z-loss of the head; differentiable), ``num_tokens``, ``cross_entropy`` in nats
-            and ``z``. Outside of training also ``bytes`` of the tokens, and ``source_I`` and ``source_I_tokens``, the
-            cross entropy of each source of the data and its tokens.
-        """
-        labels = inputs["labels"]
-        counted = labels != IGNORE_INDEX
-        losses = self.built().loss(output, labels)
-        cross_entropy_BS = losses.cross_entropy_N.view_as(labels)
-        sums = {
-            "loss": losses.total,
-            "num_tokens": counted.sum(),
-            "cross_entropy": cross_entropy_BS.sum(),
-            "z": losses.z,
-        }
-        if self.training:
-            return sums
-        token_bytes = self._token_bytes(labels.device)
-        if token_bytes is not None:
-            sums["bytes"] = token_bytes[labels.where(counted, 0)].where(counted, 0).sum()
-        if "source_ids" in inputs:
-            for index in range(len(self.metrics.source_names)):
-                from_source = (inputs["source_ids"] == index)[:, None]
-                sums[f"source_{index}"] = cross_entropy_BS.where(from_source, 0.0).sum()
-                sums[f"source_{index}_tokens"] = (counted & from_source).sum()
-        return sums
-
-    def _pipeline_stats(self, pipeline: PipelineRunner, num_tokens: Tensor) -> RoutingStats | None:
-        """Statistics of all layers, on every process of the pipeline: each layer's come from where it is."""
-        layers, experts = self.config.num_moe_layers, self.config.num_experts
-        if not layers:
-            return None
-        flat = torch.zeros(layers, 2 * experts + 3, dtype=torch.float64, device=pipeline.device)
-        for stage, module in pipeline.modules.items():
-            assert isinstance(module, Stage)
-            stats = module.take_stats()
-            if stats is None:
-                continue
-            columns = [stats.counts, stats.prob_sum, *(x[:, None] for x in (stats.entropy_sum, stats.z_sum))]
-            numbers = [layer - self.config.num_dense_layers for layer in pipeline.stages.layers[stage]]
-            rows = [number for number in numbers if number >= 0]
-            flat[rows] = torch.cat([x.double() for x in (*columns, stats.balance_sum[:, None])], dim=1)
-        pipeline.axis.all_reduce(flat)
-        counts, prob_sum, sums = flat.split((experts, experts, 3), dim=1)
-        entropy, z, balance = sums.float().unbind(1)
-        return RoutingStats(counts.long(), prob_sum.float(), entropy, z, balance, num_tokens.long())
-
-    def _token_bytes(self, device: torch.device) -> Tensor | None:
-        """Bytes of each token of the vocabulary, int64 [V], if the data module knows its tokenizer."""
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-        if tokenizer is None:
-            return None
-        known = torch.as_tensor(tokenizer.token_bytes, dtype=torch.int64, device=device)
-        return torch.nn.functional.pad(known, (0, self.config.vocab_size - len(known)))
-
-    @override
-    def predict_step(self, batch: Batch, batch_idx: int) -> list[Continuation]:
-        """Give the beginning of each row to the model and let it go on, as :attr:`generation` says.
-
-        Under expert parallelism every rank runs as many forward passes as the one with the most lengths of prompts.
-
-        Returns:
-            One :class:`~olmoe_lightning.generate.Continuation` per row that has a prompt, on the CPU.
-        """
-        settings = self.generation
-        generator = torch.Generator(self.device).manual_seed(settings.seed + batch_idx)
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-        eos_id = None if tokenizer is None else int(tokenizer.eos_id)
-        pairs = split_prompts(batch["input_ids"], batch.get("document_ids"), settings)
-        lengths = [len(prompt) for prompt, _ in pairs]
-        result: dict[int, Continuation] = {}
-        groups = sorted(set(lengths))  # a generated batch has prompts of one length
-        most = self._most_over_experts(len(groups))
-        for length in groups:
-            rows = [row for row, found in enumerate(lengths) if found == length]
-            prompts = torch.stack([pairs[row][0] for row in rows])
-            texts = self.generate(
-                prompts, settings.max_new_tokens, settings.temperature, settings.top_p, eos_id, generator
-            )
-            for row, written in zip(rows, texts[:, length:].cpu(), strict=True):
-                ends = (written == eos_id).nonzero() if eos_id is not None else []
-                written = written[: int(ends[0]) + 1] if len(ends) else written
-                result[row] = Continuation(pairs[row][0].cpu(), written, pairs[row][1].cpu())
-        for _ in range(most - len(groups)):
-            self.generate(torch.zeros(1, 1, dtype=torch.int64, device=self.device), settings.max_new_tokens)
-        return [result[row] for row in sorted(result)]
-
-    def _experts_elsewhere(self) -> bool:
-        strategy = getattr(self._trainer, "strategy", None)
-        return isinstance(strategy, ExpertPlacement) and strategy.mesh.expert.size > 1
-
-    def _most_over_experts(self, count: int) -> int:
-        """The largest count among the ranks that exchange tokens."""
-        if not self._experts_elsewhere():
-            return count
-        strategy: Any = self.trainer.strategy
-        counts = torch.tensor(count, device=self.device)
-        return int(strategy.mesh.expert.all_reduce(counts, torch.distributed.ReduceOp.MAX))
-
-    def generate(
-        self,
-        prompt_ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        eos_id: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Continue prompts, int64 [B, S] to [B, S + new]; see :func:`olmoe_lightning.generate.generate`.
-
-        Under expert parallelism all ranks call it together, with the same number of new tokens; it does not end early
-        there, because the others would wait.
-
-        Raises:
-            RuntimeError: the layers are shared among the ranks of a pipeline.
-        """
-        if self._stage_map is not None:
-            raise RuntimeError(
-                "a pipeline cannot generate text, as no process has all layers; save a checkpoint, and generate from "
-                "it in one process (olmoe-lightning generate --checkpoint ...)"
-            )
-        if self._experts_elsewhere():
-            eos_id = None
-        model = self.built()
-        was_training = model.training
-        model.eval()
-        try:
-            return generate(model, prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
-        finally:
-            model.train(was_training)
 
     # ---------------------------------------------------------------------------------------------- optimizer
 

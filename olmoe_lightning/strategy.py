@@ -5,7 +5,6 @@ The file ties Lightning's hooks to the mechanics in ``parallel/`` and to the plu
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -13,23 +12,21 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
-from olmoe_lightning.guards import most_batches, reads_weights_between_steps, refuse_callbacks, refuse_dtypes
-from olmoe_lightning.kernels import LocalTransport
-from olmoe_lightning.model.moe import MoE
+from olmoe_lightning.expert_strategy import ExpertStrategy, is_expert
+from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
 from olmoe_lightning.parallel.full_state import (
     full_optimizer_state,
@@ -41,9 +38,7 @@ from olmoe_lightning.parallel.full_state import (
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.stages import find_schedule
 from olmoe_lightning.parallel.weight_waits import WeightWaits
-from olmoe_lightning.pipeline_strategy import PipelineStrategy
-from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
-from olmoe_lightning.plugins.comm.registry import describe_choice, make_comm
+from olmoe_lightning.plugins.comm.base import CommPlugin
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +47,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite, and the strategy was told to stop at that."""
 
 
-class MoEStrategy(PipelineStrategy):
+class MoEStrategy(ExpertStrategy):
     """Trains any LightningModule in several processes: experts on their ranks, the optimizer sharded over all.
 
     ``training_step`` returns a mean loss, or ``{"loss": mean, "num_tokens": n}``; the gradient is that of the mean over
@@ -126,6 +121,7 @@ class MoEStrategy(PipelineStrategy):
             num_microbatches,
             stages_per_rank,
             pipeline_split,
+            comm=comm,
             expert_parallel_size=expert_parallel_size,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -139,14 +135,12 @@ class MoEStrategy(PipelineStrategy):
             raise ValueError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
         if bucket_megabytes <= 0:
             raise ValueError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
-        self.comm = comm
         self.shard_optimizer = shard_optimizer
         self.on_non_finite = on_non_finite
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.bucket_megabytes = bucket_megabytes
         self.log_grad_norm = log_grad_norm
-        self._comms: dict[CommSpec, CommPlugin] = {}
         self.sharded: ShardedOptimizer | None = None
         """The optimizer's mechanics while fitting."""
         self._waits: WeightWaits | None = None
@@ -173,48 +167,8 @@ class MoEStrategy(PipelineStrategy):
                 "MoEStrategy sums, divides and clips gradients itself, which needs automatic optimization; remove "
                 "`self.automatic_optimization = False`, or take Lightning's `ddp` strategy for manual optimization"
             )
-        make_comm(self.comm, self.expert_parallel_size, self.root_device)
-        experts = getattr(getattr(model, "config", None), "num_experts", None)
-        if isinstance(experts, int) and experts % self.expert_parallel_size:
-            raise ValueError(
-                f"num_experts ({experts}) must be divisible by expert_parallel_size ({self.expert_parallel_size})"
-            )
 
     # ---------------------------------------------------------------------------------------------- setup
-
-    def place_experts(self, module: nn.Module) -> int:
-        """Keep the own experts of each MoE layer in ``module`` and connect it with the others'.
-
-        Called by the strategy on the whole LightningModule; a module may call it earlier, while its weights are still
-        on the meta device, so that no process ever holds all experts.
-
-        Returns:
-            Global index of the first own expert of the last layer (0 without layers).
-
-        Raises:
-            ValueError: the experts cannot be shared evenly.
-        """
-        first = 0
-        axis = self.mesh.expert
-        for layer in module.modules():
-            if isinstance(layer, MoE):
-                layer.place(axis.rank, axis.size, self._comm_of(layer))
-                first = axis.rank * layer.config.num_experts // axis.size
-        return first
-
-    def _comm_of(self, layer: MoE) -> CommPlugin:
-        config = layer.config
-        dtype = getattr(self.precision_plugin, "param_dtype", None) or layer.router.weight.dtype
-        spec = CommSpec(config.num_experts, config.top_k, config.d_model, dtype, self.root_device)
-        if spec not in self._comms:
-            axis = self.mesh.expert
-            # An instance is a pattern: layers of different sizes get a copy each.
-            plugin = make_comm(copy.deepcopy(self.comm), axis.size, self.root_device)
-            plugin.setup(axis, spec)
-            if self.comm == "auto" and not self._comms:
-                rank_zero_info(describe_choice(self.comm, axis.size, self.root_device))
-            self._comms[spec] = plugin
-        return self._comms[spec]
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -305,24 +259,6 @@ class MoEStrategy(PipelineStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Ranks that exchange tokens must run the same number of batches."""
-        try:
-            length = len(dataloader)
-        except (TypeError, NotImplementedError):
-            return dataloader
-        if self.mesh.expert.size > 1:
-            length = int(min(length, most_batches(self.lightning_module.trainer)))  # type: ignore[union-attr]
-            lengths = torch.tensor([length, -length], device=self.root_device)
-            longest, shortest = self.mesh.data.all_reduce(lengths, dist.ReduceOp.MAX).tolist()
-            if longest != -shortest:
-                raise ValueError(
-                    f"with expert parallelism every rank needs the same number of batches, but here ranks have from "
-                    f"{-shortest} to {longest} ({self.mesh} has {length}); pad the dataset, or use drop_last=True"
-                )
-        return dataloader
 
     # ---------------------------------------------------------------------------------------------- optimizer step
 
@@ -573,15 +509,4 @@ class MoEStrategy(PipelineStrategy):
                 for parameter, value in self.sharded.local_masters().items():
                     parameter.data = value
             self.sharded.close()
-        for plugin in self._comms.values():
-            plugin.teardown()
-        for layer in module.modules() if module is not None else ():
-            if isinstance(layer, MoE) and layer.placed == (0, 1):
-                layer.transport = LocalTransport(layer.config.num_experts)  # usable without a Trainer
-        self._comms = {}
         super().teardown()
-
-
-def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a shard of the experts: replicated over ``expert_replica`` alone."""
-    return bool(getattr(parameter, "is_expert", False))

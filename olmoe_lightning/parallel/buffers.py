@@ -123,7 +123,7 @@ class Bucket:
     def find_written(self) -> None:
         """Where gradients are attached, see which parameters got any: those that are not all zero."""
         if self.attached:
-            self.written = [bool(view.any()) for view in self.grad_views]
+            self.written = torch.stack([view.any() for view in self.grad_views]).tolist()  # one host copy
 
     def begin_backward(self) -> None:
         """A backward pass starts: every parameter may bring a gradient."""

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from olmoe_lightning.parallel.mesh import Axis
 
+# Named anew in torch 2.13, which warns of the old names.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending:
     """A collective under way; :meth:`wait` ends it. On CUDA waiting orders streams and does not block the host."""
@@ -99,20 +103,16 @@ def reduce_scatter(axis: Axis, flat: Tensor) -> Pending:
     parts = flat.chunk(axis.size)
     own = parts[axis.rank]
     if not _by_messages(axis):
-        function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Pending([function(own, flat, group=axis.group, async_op=True)])
+        return Pending([_REDUCE_SCATTER(own, flat, group=axis.group, async_op=True)])
     received = [torch.empty_like(own) if i != axis.rank else own for i in range(axis.size)]
     works = _exchange(axis, parts, received)
 
     def add() -> None:
-        if axis.rank == 0:
-            for part in received[1:]:
-                own.add_(part)
-            return
         total = received[0]
         for part in received[1:]:
             total.add_(part)
-        own.copy_(total)
+        if total is not own:
+            own.copy_(total)
 
     return Pending(works, add)
 
@@ -128,7 +128,5 @@ def all_gather(axis: Axis, flat: Tensor) -> Pending:
         return Pending()
     parts = flat.chunk(axis.size)
     if not _by_messages(axis):
-        function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return Pending([function(flat, parts[axis.rank], group=axis.group, async_op=True)])
-    own = parts[axis.rank]
-    return Pending(_exchange(axis, [own] * axis.size, parts))
+        return Pending([_ALL_GATHER(flat, parts[axis.rank], group=axis.group, async_op=True)])
+    return Pending(_exchange(axis, [parts[axis.rank]] * axis.size, parts))

@@ -94,7 +94,7 @@ class PipelineRunner:
         """
         schedule = self._schedule(first, batch)
         self._batch, self._sums = batch, []
-        rows = torch.arange(len(first), device=first.device)  # the loss finds its part of the batch by them
+        rows = torch.arange(len(first))  # the loss finds its part of the batch by them, without asking the device
         arguments = (first,) if 0 in self.modules else ()
         losses: list[Tensor] | None = [] if self.has_last else None
         extras = {_PREFIX + name: value for name, value in batch.items()}

@@ -119,14 +119,14 @@ class WithoutALayer(Stage):
 
 
 def broken(case, mistake):
-    import olmoe_lightning.module
+    import olmoe_lightning.module_stages
 
-    whole = olmoe_lightning.module.Stage
-    olmoe_lightning.module.Stage = mistake
+    whole = olmoe_lightning.module_stages.Stage
+    olmoe_lightning.module_stages.Stage = mistake
     try:
         return record(case)
     finally:
-        olmoe_lightning.module.Stage = whole
+        olmoe_lightning.module_stages.Stage = whole
 
 
 @pytest.mark.parametrize("mistake", [TwiceTheLoss, WithoutALayer])

@@ -93,7 +93,7 @@ def test_training_goes_on_in_training_mode_after_a_validation(workers):
         assert modes == [False] * 2 + ([True] * 4 + [False] * 2) * 2 + [False] * 2
 
 
-ENTRIES = [("validate", 1), ("test", 1), ("predict", 1), ("validate", 2), ("test", 2)]
+ENTRIES = [("validate", 1), ("test", 1), ("predict", 1), ("validate", 2), ("test", 2), ("predict", 2)]
 
 
 def enter(name, expert_parallel_size):

@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity lint format types bench clean
+.PHONY: help train test parity slow lint format types bench clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
 	@echo "make test    set up .venv for tests and run them"
 	@echo "make parity  every topology against one process (a part of it is in make test)"
+	@echo "make slow    tests of the commands that take long (benchmarks)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
 	@echo "make types   mypy over the whole package"
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-test
 
 parity: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parity -m "parity or not parity"
+
+slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

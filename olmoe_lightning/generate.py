@@ -5,6 +5,7 @@ B batch, S prompt length, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,7 +133,21 @@ def generate(
     Raises:
         ValueError: an empty prompt, a sampling parameter out of range, or more positions than ``max_seq_len``.
     """
-    batch, length = prompt_ids_BS.shape
+    check_request(prompt_ids_BS, max_new_tokens, temperature, top_p, model.config.max_seq_len)
+    cache = KVCache(model.config, prompt_ids_BS.shape[1] + max_new_tokens)
+
+    def next_token(ids_BS: Tensor) -> Tensor:
+        hidden, _ = model(ids_BS, cache=cache)
+        return sample_token(model.logits(hidden[:, -1]), temperature, top_p, generator)
+
+    return extend_prompts(next_token, prompt_ids_BS, max_new_tokens, eos_id)
+
+
+def check_request(
+    prompt_ids_BS: Tensor, max_new_tokens: int, temperature: float, top_p: float, max_seq_len: int
+) -> None:
+    """Refuse what cannot be written; arguments and errors of :func:`generate`."""
+    length = prompt_ids_BS.shape[1]
     if length < 1:
         raise ValueError("the prompt is empty; give at least one token (for example the end-of-document token)")
     if max_new_tokens < 0:
@@ -141,19 +156,29 @@ def generate(
         raise ValueError(f"temperature ({temperature}) must not be negative; 0 takes the most likely token")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p ({top_p}) must be above 0 and at most 1")
-    limit = model.config.max_seq_len
-    if length + max_new_tokens > limit:
+    if length + max_new_tokens > max_seq_len:
         raise ValueError(
-            f"a prompt of {length} tokens plus {max_new_tokens} new ones exceeds the model's max_seq_len ({limit}); "
-            f"shorten the prompt or ask for at most {max(0, limit - length)} new tokens"
+            f"a prompt of {length} tokens plus {max_new_tokens} new ones exceeds the model's max_seq_len "
+            f"({max_seq_len}); shorten the prompt or ask for at most {max(0, max_seq_len - length)} new tokens"
         )
-    cache = KVCache(model.config, length + max_new_tokens)
+
+
+def extend_prompts(
+    next_token: Callable[[Tensor], Tensor], prompt_ids_BS: Tensor, max_new_tokens: int, eos_id: int | None
+) -> Tensor:
+    """The loop over new tokens; arguments and result of :func:`generate`.
+
+    Args:
+        next_token: from the tokens that it has not seen yet, int64 [B, S] and then [B, 1], to the next ones [B, 1].
+        prompt_ids_BS: int64 [B, S].
+        max_new_tokens: as there.
+        eos_id: as there.
+    """
     tokens = [prompt_ids_BS]
     step_input = prompt_ids_BS
-    finished = torch.zeros(batch, 1, dtype=torch.bool, device=prompt_ids_BS.device)
+    finished = torch.zeros(len(prompt_ids_BS), 1, dtype=torch.bool, device=prompt_ids_BS.device)
     for _ in range(max_new_tokens):
-        hidden, _ = model(step_input, cache=cache)
-        step_input = sample_token(model.logits(hidden[:, -1]), temperature, top_p, generator)
+        step_input = next_token(step_input)
         if eos_id is not None:
             step_input = step_input.masked_fill(finished, eos_id)
             finished |= step_input == eos_id

@@ -136,5 +136,26 @@ class PipelineStrategy(MeshStrategy):
         self._before_pipeline_backward()
         return self.pipeline.train(first, batch)
 
+    def pipeline_forward(self, first: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Send a batch through all stages, without gradients; for ``predict_step`` above all.
+
+        Args:
+            first: as in :meth:`pipeline_step`.
+            batch: as in :meth:`pipeline_step`.
+
+        Returns:
+            What the last stage makes of the batch, with shape and dtype of ``pipeline_hidden``, on every rank of the
+            pipeline.
+
+        Raises:
+            RuntimeError: there is no pipeline.
+        """
+        if self.pipeline is None:
+            raise RuntimeError("pipeline_forward needs pipeline_parallel_size > 1 and a model that is set up")
+        output = self.pipeline.forward(first, batch)
+        if output is None:
+            output = torch.empty_like(self.pipeline.model.pipeline_hidden(batch), device=self.root_device)
+        return self.pipeline.from_last(output.contiguous())
+
     def _before_pipeline_backward(self) -> None:
         """Gradients are about to appear."""

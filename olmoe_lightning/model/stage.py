@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.model.router import RoutingStats
-from olmoe_lightning.model.transformer import Blocks, Transformer
+from olmoe_lightning.model.transformer import Blocks, KVCache, Transformer
 
 
 class Stage(nn.Module):
@@ -34,6 +34,8 @@ class Stage(nn.Module):
                 self.embed = transformer.embed
         self._transformer = (transformer,)  # not a submodule: it may hold other stages too
         self._stats: list[RoutingStats] = []
+        self.cache: KVCache | None = None
+        """Keys and values of earlier tokens, while text is written."""
 
     def forward(self, x: Tensor, labels: Tensor, document_ids: Tensor | None = None, **_: Tensor) -> Tensor:
         """One microbatch.
@@ -50,7 +52,8 @@ class Stage(nn.Module):
         if self.first:
             x = transformer.embed_tokens(x)
         aux_scale = torch.ones((), device=x.device) if torch.is_grad_enabled() else None
-        x, stats = transformer.through_blocks(x, self.blocks.layers, document_ids, labels != IGNORE_INDEX, aux_scale)
+        mask = labels != IGNORE_INDEX
+        x, stats = transformer.through_blocks(x, self.blocks.layers, document_ids, mask, aux_scale, self.cache)
         if stats:
             self._stats.append(RoutingStats.stack(stats))
         if self.last:

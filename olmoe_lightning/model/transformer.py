@@ -33,10 +33,9 @@ class KVCache:
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(config.num_layers)]
 
-    @property
-    def length(self) -> int:
-        """Positions held."""
-        return self.layers[0].length
+    def length(self, layer: int = 0) -> int:
+        """Positions that a layer holds. They differ while a token passes through, and where stages share the cache."""
+        return self.layers[layer].length
 
 
 class Blocks(nn.ModuleList):
@@ -168,8 +167,9 @@ class Transformer(nn.Module):
             [B, S, D], and the statistics of those blocks that have a router.
         """
         visible = None
+        layers = list(layers)
         if document_ids_BS is None:
-            start = cache.length if cache is not None else 0
+            start = cache.length(layers[0]) if cache is not None and layers else 0
             positions = torch.arange(start, start + x_BSD.shape[1], device=x_BSD.device)[None]
         else:
             positions = document_positions(document_ids_BS)

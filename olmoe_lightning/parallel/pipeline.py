@@ -7,7 +7,7 @@ states and their gradients travel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,8 +105,37 @@ class PipelineRunner:
     @torch.no_grad()
     def evaluate(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
         """The same without gradients: stage after stage, each as soon as its input is there."""
-        count = self._parts(len(first))
         self._sums = []
+        self._pass(first, batch, lambda output, inputs: self._sums.append(self.model.pipeline_loss(output, inputs)))
+        return self._everywhere("evaluation")
+
+    @torch.no_grad()
+    def forward(self, first: Tensor, batch: Mapping[str, Tensor], parts: int | None = None) -> Tensor | None:
+        """What the last stage returns for a batch, [B, ...], where that stage is; ``None`` on the other processes.
+
+        Args:
+            first: as in :meth:`train`.
+            batch: as in :meth:`train`.
+            parts: microbatches; ``None``: as many as in training if the rows come out even, else one.
+        """
+        outputs: list[Tensor] = []
+        self._pass(first, batch, lambda output, _: outputs.append(output), parts)
+        return torch.cat(outputs) if self.has_last else None
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """Overwrite in place with the tensor of the process that has the last stage."""
+        dist.broadcast(tensor, group=self.axis.group, group_src=self.stages.last_rank)
+        return tensor
+
+    def _pass(
+        self,
+        first: Tensor,
+        batch: Mapping[str, Tensor],
+        end: Callable[[Tensor, Mapping[str, Tensor]], None],
+        parts: int | None = None,
+    ) -> None:
+        """Send the parts of a batch through the stages; ``end`` gets the last stage's output and its part's inputs."""
+        count = parts or self._parts(len(first))
         outputs: dict[tuple[int, int], Tensor] = {}
         sends = []
         for stage in sorted(self.modules):
@@ -122,7 +151,7 @@ class PipelineRunner:
                     dist.recv(x, group=self.axis.group, group_src=self.stages.rank_of(stage - 1))
                 y = self.modules[stage](x, **inputs)
                 if stage == self.stages.num_stages - 1:
-                    self._sums.append(self.model.pipeline_loss(y, inputs))
+                    end(y, inputs)
                 elif self.stages.rank_of(stage + 1) == self.axis.rank:
                     outputs[stage, part] = y
                 else:
@@ -132,7 +161,6 @@ class PipelineRunner:
         for work, _ in sends:
             assert work is not None
             work.wait()
-        return self._everywhere("evaluation")
 
     def _parts(self, rows: int) -> int:
         """Microbatches of an evaluation batch: as many as in training if they come out even, else one."""
@@ -148,17 +176,16 @@ class PipelineRunner:
             rows = [torch.stack([each[name].detach().double() for name in names]) for each in sums]
             values = torch.stack(rows).sum(0)
         if self.axis.size > 1:
-            source = self.axis.ranks[self.stages.last_rank]
             if kind not in self._names:
                 holder: list[Any] = [names]
-                dist.broadcast_object_list(holder, src=source, group=self.axis.group)
+                dist.broadcast_object_list(holder, group=self.axis.group, group_src=self.stages.last_rank)
                 self._names[kind] = holder[0]
             known = self._names[kind]
             if not self.has_last:
                 values = torch.zeros(len(known), dtype=torch.float64, device=self.device)
             elif names != known:
                 raise RuntimeError(f"pipeline_loss returned the sums {names}, after {known} in an earlier {kind} pass")
-            dist.broadcast(values, src=source, group=self.axis.group)
+            self.from_last(values)
             names = known
         return dict(zip(names, values, strict=True))
 

@@ -18,6 +18,7 @@ def run(script, *arguments):
     return done.stdout, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_each_strategy_has_its_turns_and_bytes_follow_the_formula():
     text, results = run("parallel.py", "--rounds", "2", "--steps", "2", *SMALL.split())
     assert "Lightning ddp" in text
@@ -33,6 +34,7 @@ def test_each_strategy_has_its_turns_and_bytes_follow_the_formula():
             assert rank["measured"] == pytest.approx(rank["predicted"], rel=0.15)
 
 
+@pytest.mark.slow
 def test_schedules_are_timed_beside_their_plan():
     text, results = run("pipeline.py", "--part", "measured", "--rounds", "1", "--steps", "1", "--rows", "1")
     assert "zbv_zero_bubble" in text

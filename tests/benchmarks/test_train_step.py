@@ -226,6 +226,7 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_one_line_of_json():
     arguments = toy_arguments(
         *("--experts", "4", "--rounds", "2", "--steps", "1", "--peak-seconds", "0.05"),

@@ -191,5 +191,5 @@ def test_a_cache_is_filled_with_gradients_on_and_with_them_off(recompute):
         cache = KVCache(model.config, ids.shape[1])
         with torch.set_grad_enabled(enabled):
             first, _ = model(ids[:, :4], cache=cache)
-            assert cache.length == 4
+            assert cache.length() == 4
         torch.testing.assert_close(first, expected[:, :4], atol=1e-5, rtol=0)

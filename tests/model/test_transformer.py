@@ -192,7 +192,7 @@ def test_logits_with_a_cache_equal_those_of_the_whole_sequence(changes):
         pieces = [model.logits(model(ids[:, :4], cache=cache)[0])]
         for position in range(4, 9):
             pieces.append(model.logits(model(ids[:, position : position + 1], cache=cache)[0]))
-            assert cache.length == position + 1
+            assert cache.length() == position + 1
     torch.testing.assert_close(torch.cat(pieces, dim=1), logits_of(model, ids), atol=ATOL, rtol=0)
 
 

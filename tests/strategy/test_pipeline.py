@@ -1,16 +1,22 @@
 """Pipelines under Lightning: loops, checkpoints, refusals, what a stage builds, and modules of others."""
 
 import re
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from multiprocess import Workers
 from strategy_lab import Items, quiet
 from torch import nn
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.generate import GenerationConfig
+from olmoe_lightning.model import Transformer
+from olmoe_lightning.parallel.stages import SCHEDULES, make_stage_map
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -70,13 +76,37 @@ def evaluate(make_strategy, schedule, devices):
     return metrics, validated, tested, flags
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_of_every_loop_are_those_of_one_process_on_all_ranks(workers, schedule):
     metrics, validated, tested, _ = evaluate(False, schedule, 1)
     for rank in workers(2).run(evaluate, True, schedule, 2):
         for ours, alone in zip(rank[:3], (metrics, validated, tested), strict=True):
             assert ours == pytest.approx(alone, rel=1e-5)
         assert rank[3] == {True}
+
+
+def predict(chosen, devices, fit):
+    trainer = quiet(chosen() if devices == 2 else "auto", devices=devices, max_steps=2)
+    module = model(generation=GenerationConfig(prompt_tokens=8, max_new_tokens=6, temperature=0.7))
+    if fit:
+        trainer.fit(module, every_batch(batches(2)))
+    return trainer.predict(module, every_batch(batches(2, rows=4)))
+
+
+def predict_in_a_pipeline(schedule, fit):
+    return predict(lambda: strategy(schedule), 2, fit)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fit", [True, False], ids=["after fit", "alone"])
+def test_predict_writes_on_every_rank_what_one_process_writes(workers, schedule, fit):
+    alone = predict(None, 1, fit)
+    assert sum(len(continuation.written) for batch in alone for continuation in batch) > 20
+    for ours in workers(2).run(predict_in_a_pipeline, schedule, fit):
+        for mine, expected in zip(ours, alone, strict=True):
+            for one, other in zip(mine, expected, strict=True):
+                assert torch.equal(one.written, other.written)
+                assert torch.equal(one.prompt, other.prompt)
 
 
 def flags_after_validation(schedule):
@@ -145,6 +175,77 @@ def test_a_process_builds_its_own_layers_only(workers):
     assert [(embed, head) for _, embed, head in v] == [(True, True), (False, False)]
 
 
+LARGE = CONFIG.replace(d_model=256, num_layers=8, expert_hidden=512, num_experts=8, num_dense_layers=0)
+"""13 MB a layer in fp32."""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_stages_on_the_meta_device_add_up_to_the_model(schedule):
+    stages = make_stage_map(schedule, 4, None, LARGE.num_layers, 8)
+    with torch.device("meta"):
+        parts = [
+            Transformer(LARGE, stages.layers_of(rank), rank == stages.first_rank, rank == stages.last_rank)
+            for rank in range(4)
+        ]
+        names = [name for part in parts for name, _ in part.named_parameters()]
+        assert sorted(names) == sorted(name for name, _ in Transformer(LARGE).named_parameters())
+        layer = sum(value.numel() for value in Transformer(LARGE, [0], False, False).parameters())
+    ends = 2 * LARGE.vocab_size * LARGE.d_model + LARGE.d_model
+    for part in parts:
+        assert sum(value.numel() for value in part.parameters()) <= 2 * layer + ends
+
+
+class Weighed(OLMoE):
+    """Watches the memory of its process while it is built."""
+
+    peak = 0
+
+    def configure_model(self):
+        done = threading.Event()
+        before, found = resident(), [0]
+
+        def watch():
+            while not done.wait(0.001):
+                found.append(resident() - before)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        super().configure_model()
+        found.append(resident() - before)
+        done.set()
+        watcher.join()
+        self.peak = max(self.peak, *found)
+
+
+def resident():
+    """Bytes that the process itself holds."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+
+def memory_of_construction(schedule):
+    trainer = quiet(strategy(schedule) if schedule else MoEStrategy(), devices=2)
+    module = Weighed(LARGE)
+    trainer.validate(module, every_batch(batches(1)), verbose=False)
+    return module.peak, sum(value.nbytes for value in module.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_a_process_never_holds_more_than_its_stages_while_it_builds_them():
+    """In fresh processes: freed memory that an allocator keeps would hide what is taken."""
+    pool = Workers(2)
+    try:
+        stages, whole = (pool.run(memory_of_construction, schedule) for schedule in ("1f1b", None))
+    finally:
+        pool.close()
+    for peak, held in stages:
+        assert held == pytest.approx(2 * LARGE.num_params, rel=0.02)
+        assert peak == pytest.approx(held, rel=0.15)  # one weight in the making, the allocator's rounding
+    for peak, held in whole:
+        assert held == 4 * LARGE.num_params
+        assert peak > 1.5 * stages[0][1]
+
+
 REFUSED = [
     (lambda: strategy("1f1b", 1), r"num_microbatches \(1\)"),
     (lambda: MoEStrategy(pipeline_parallel_size=2, schedule="1f2b"), r"unknown schedule '1f2b'.*1f1b"),
@@ -205,7 +306,6 @@ def messages(kind):
             trainer.fit(module, every_batch(batches(1, rows=6)))
         else:
             trainer.fit(module, every_batch(batches(1)))
-            module.generate(torch.zeros(1, 1, dtype=torch.int64), 2)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing"
@@ -216,7 +316,6 @@ def messages(kind):
     [
         ("rows", "a batch of 6 rows cannot be cut into num_microbatches (4)"),
         ("tied", "tied embeddings need the first and the last stage on one rank"),
-        ("generate", "a pipeline cannot generate text"),
     ],
 )
 def test_all_ranks_say_what_is_wrong(workers, kind, words):
@@ -267,6 +366,14 @@ class Chain(LightningModule):
             sums = self.trainer.strategy.pipeline_step(x, {"target": target})
         return {"loss": sums["loss"] / sums["num_tokens"], "num_tokens": sums["num_tokens"]}
 
+    def predict_step(self, batch, batch_idx):
+        x, target = batch
+        if getattr(self.trainer.strategy, "stage_map", None) is None:
+            for layer in range(4):
+                x = self.layers[str(layer)](x)
+            return x
+        return self.trainer.strategy.pipeline_forward(x, {"target": target})
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -277,7 +384,8 @@ def train_chain(chosen, devices):
     trainer = quiet(chosen() if callable(chosen) else chosen, devices=devices, max_steps=4)
     module = Chain()
     trainer.fit(module, every_batch(data))
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
+    parameters = {name: value.detach().clone() for name, value in module.named_parameters()}
+    return parameters, trainer.predict(module, every_batch([(x[:6], target[:6]) for x, target in data]))
 
 
 def train_chain_in_a_pipeline(schedule):
@@ -285,9 +393,11 @@ def train_chain_in_a_pipeline(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
-def test_a_strangers_module_trains_as_in_one_process(workers, schedule):
-    alone = train_chain(MoEStrategy(), 1)
-    parts = workers(2).run(train_chain_in_a_pipeline, schedule)
-    together = {name: value for part in parts for name, value in part.items()}
+def test_a_strangers_module_trains_and_predicts_as_in_one_process(workers, schedule):
+    alone, predicted = train_chain(MoEStrategy(), 1)
+    ranks = workers(2).run(train_chain_in_a_pipeline, schedule)
+    together = {name: value for parameters, _ in ranks for name, value in parameters.items()}
     assert together.keys() == alone.keys()
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    for _, ours in ranks:
+        torch.testing.assert_close(ours, predicted, rtol=1e-5, atol=1e-5)

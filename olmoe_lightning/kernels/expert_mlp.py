@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from olmoe_lightning.kernels.autocast import cast_operands
 from olmoe_lightning.kernels.grouped_mm import grouped_mm
 from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.needed import needed_grads, not_leaf
 from olmoe_lightning.kernels.swiglu import swiglu
 
 
@@ -43,7 +44,7 @@ def expert_mlp(rows_RD: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights_R
         )
     rows_RD, w_gate_up, w_down = cast_operands(rows_RD, w_gate_up, w_down)
     if usable(rows_RD, w_gate_up, w_down, row_weights_R) and _spread(offsets_E, len(rows_RD)):
-        return _ExpertMLP.apply(rows_RD, w_gate_up, w_down, row_weights_R, offsets_E)
+        return _ExpertMLP.apply(rows_RD, not_leaf(w_gate_up), not_leaf(w_down), row_weights_R, offsets_E)
     hidden = swiglu(grouped_mm(rows_RD, w_gate_up, offsets_E), row_weights_R)
     return grouped_mm(hidden, w_down, offsets_E)
 
@@ -76,7 +77,9 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, w_gate_up, w_down, row_weights, offsets, gate_up = ctx.saved_tensors
         grad = grad.contiguous()
-        grads = [torch.empty_like(t) for t in (rows, w_gate_up, w_down, row_weights)]
+        needed = needed_grads(ctx, 4)
+        inputs = (rows, w_gate_up, w_down, row_weights)
+        grads = [torch.empty_like(each) if need else None for each, need in zip(inputs, needed, strict=True)]
         library().experts_backward(
             *map(pointer, (grad, rows, w_gate_up, w_down, row_weights, gate_up, offsets)),
             *map(integer, w_down.shape), *map(pointer, grads), torch.get_num_threads(),

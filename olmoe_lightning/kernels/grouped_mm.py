@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from olmoe_lightning.kernels.autocast import cast_operands
+from olmoe_lightning.kernels.needed import needed_grads, not_leaf
 
 
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
     x_RK, w_ENK = cast_operands(x_RK, w_ENK)
     if x_RK.dtype != w_ENK.dtype:
         raise ValueError(f"grouped_mm needs one dtype, got x {x_RK.dtype} and w {w_ENK.dtype}")
-    return _grouped_mm(x_RK, w_ENK, offsets_E)
+    return _grouped_mm(x_RK, not_leaf(w_ENK), offsets_E)
 
 
 def _shape(tensor: Tensor) -> list[int]:
@@ -118,8 +119,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, w, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_x = _grouped_mm_grad_x(grad, w, offsets) if ctx.needs_input_grad[0] else None
-    grad_w = _grouped_mm_grad_w(grad, x, offsets) if ctx.needs_input_grad[1] else None
+    need_x, need_w = needed_grads(ctx, 2)
+    grad_x = _grouped_mm_grad_x(grad, w, offsets) if need_x else None
+    grad_w = _grouped_mm_grad_w(grad, x, offsets) if need_w else None
     return grad_x, grad_w, None
 
 

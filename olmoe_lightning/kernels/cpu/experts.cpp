@@ -86,8 +86,8 @@ void experts_forward(const float* x, const float* w_gate_up, const float* w_down
   }
 }
 
-// The gradients of all four inputs; a thread owns an expert, so that it alone adds to that expert's weight gradients.
-// Experts without rows get zero gradients.
+// The gradients of those inputs for which there is a place (the others are null); a thread owns an expert, so that it
+// alone adds to that expert's weight gradients. Experts without rows get zero gradients.
 void experts_backward(const float* grad_y, const float* x, const float* w_gate_up, const float* w_down,
                       const float* row_weights, const float* gate_up, const int32_t* offsets, int64_t experts,
                       int64_t width, int64_t hidden, float* grad_x, float* grad_w_gate_up, float* grad_w_down,
@@ -101,24 +101,27 @@ void experts_backward(const float* grad_y, const float* x, const float* w_gate_u
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < experts; ++i) {
       const int64_t e = order[i], first = e ? offsets[e - 1] : 0, last = offsets[e];
-      float* gw1 = grad_w_gate_up + e * 2 * hidden * width;
-      float* gw2 = grad_w_down + e * width * hidden;
+      float* gw1 = grad_w_gate_up ? grad_w_gate_up + e * 2 * hidden * width : nullptr;
+      float* gw2 = grad_w_down ? grad_w_down + e * width * hidden : nullptr;
       if (first == last) {
-        std::fill_n(gw1, 2 * hidden * width, 0.0f);
-        std::fill_n(gw2, width * hidden, 0.0f);
+        if (gw1) std::fill_n(gw1, 2 * hidden * width, 0.0f);
+        if (gw2) std::fill_n(gw2, width * hidden, 0.0f);
       }
       for (int64_t start = first; start < last; start += kBlock) {
         const int64_t rows = std::min(kBlock, last - start);
         const float* gy = grad_y + start * width;
         matmul_nn(rows, hidden, width, gy, w_down + e * width * hidden, grad_h);
         for (int64_t r = 0; r < rows; ++r) {
-          grad_row_weights[start + r] =
+          const float grad_weight =
               swiglu_backward_row(gate_up + (start + r) * 2 * hidden, grad_h + r * hidden,
                                   row_weights[start + r], hidden, grad_gu + r * 2 * hidden, h + r * hidden);
+          if (grad_row_weights) grad_row_weights[start + r] = grad_weight;
         }
-        matmul_tn(width, hidden, rows, gy, h, gw2, start > first);
-        matmul_nn(rows, width, 2 * hidden, grad_gu, w_gate_up + e * 2 * hidden * width, grad_x + start * width);
-        matmul_tn(2 * hidden, width, rows, grad_gu, x + start * width, gw1, start > first);
+        if (gw2) matmul_tn(width, hidden, rows, gy, h, gw2, start > first);
+        if (grad_x) {
+          matmul_nn(rows, width, 2 * hidden, grad_gu, w_gate_up + e * 2 * hidden * width, grad_x + start * width);
+        }
+        if (gw1) matmul_tn(2 * hidden, width, rows, grad_gu, x + start * width, gw1, start > first);
       }
     }
   }

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from olmoe_lightning.config import PRESETS, ModelConfig
     from olmoe_lightning.data import TokenDataModule, TokenSource
     from olmoe_lightning.generate import GenerationConfig
+    from olmoe_lightning.manifest import write_manifest
     from olmoe_lightning.module import OLMoE
     from olmoe_lightning.strategy import MoEStrategy
 
@@ -25,6 +26,7 @@ __all__ = [
     "TokenDataModule",
     "TokenSource",
     "__version__",
+    "write_manifest",
 ]
 
 _HOME = {
@@ -33,6 +35,7 @@ _HOME = {
     "TokenDataModule": "data",
     "TokenSource": "data",
     "GenerationConfig": "generate",
+    "write_manifest": "manifest",
     "OLMoE": "module",
     "MoEStrategy": "strategy",
 }

@@ -5,10 +5,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.callbacks import RunManifest
-from olmoe_lightning.callbacks.manifest import git_state, nearest_preset, plain, write_json
 from olmoe_lightning.config import PRESETS, ModelConfig
+from olmoe_lightning.manifest import build_manifest, differences, git_state, nearest_preset, plain, write_json
+from olmoe_lightning.plugins import BF16Precision
 
 
 def strict(text: str):
@@ -38,7 +41,72 @@ def test_manifest_tells_model_trainer_data_and_versions(make_trainer, small_moe,
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["command"] == sys.argv
     assert manifest["time_utc"].endswith("+00:00")
+    assert manifest["format"] == 1
+    assert manifest["config"] is None  # no command started this
+    alone = {"world_size": 1, "precision_plugin": "Precision"}
+    assert {name: value for name, value in manifest["topology"].items() if value is not None} == alone
     assert [path.name for path in tmp_path.iterdir() if "manifest" in path.name] == ["manifest.json"]
+
+
+class Keep(Callback):
+    """A manifest as the strategy would build it for a checkpoint: on one rank, in the middle of training."""
+
+    manifest = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero:
+            self.manifest = build_manifest(trainer, pl_module)
+
+
+def topology_of(options, precision=None):
+    tokens = torch.arange(17).repeat(4, 1)
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    config = ModelConfig.preset("tiny", vocab_size=32, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8)
+    keep = Keep()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MoEStrategy(**options),
+        plugins=[precision] if precision else None,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[keep],
+    )
+    trainer.fit(OLMoE(config), torch.utils.data.DataLoader([batch], batch_size=None))
+    return keep.manifest and keep.manifest["topology"]
+
+
+def test_topology_tells_how_the_work_was_shared(workers):
+    pipeline = {"pipeline_parallel_size": 2, "schedule": "1f1b", "pipeline_split": [3, 1], "num_microbatches": 2}
+    found, other = workers(2).run(topology_of, pipeline, BF16Precision())
+    assert other is None
+    assert found == {
+        "world_size": 2,
+        "pipeline": 2,
+        "expert_replica": 1,
+        "expert": 1,
+        "schedule": "1f1b",
+        "num_microbatches": 2,
+        "stages_per_rank": 1,
+        "stage_layers": [3, 1],
+        "comm": "local",
+        "shard_optimizer": True,
+        "precision_plugin": "BF16Precision",
+    }
+    found, _ = workers(2).run(topology_of, {"expert_parallel_size": 2, "shard_optimizer": False})
+    expected = {"pipeline": 1, "expert_replica": 1, "expert": 2, "comm": "all_to_all", "shard_optimizer": False}
+    assert expected.items() <= found.items()
+    assert found["schedule"] is found["num_microbatches"] is found["stage_layers"] is None
+
+
+def test_differences_name_each_value_that_changed_and_only_those():
+    then = {"a": 1, "b": {"c": [1, 2], "path": "x"}, "old": None}
+    now = {"a": 1, "b": {"c": [1, 3, 4], "path": "y"}}
+    assert differences(then, now, ignore=("path",)) == ["b.c.1: 2 -> 3", "b.c.2: none -> 4"]
+    assert differences(then, then) == []
 
 
 def test_every_preset_is_nearest_to_itself():

@@ -6,24 +6,34 @@ import contextlib
 import dis
 import inspect
 import itertools
+import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 import olmoe_lightning
 from olmoe_lightning.callbacks import WritePredictions  # its room too: YAML may name the callbacks without it
-from olmoe_lightning.checkpoint import convert, read_config
+from olmoe_lightning.checkpoint import convert, read_config, read_tokenizer
 from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
+from olmoe_lightning.manifest import (
+    FILENAME,
+    data_differences,
+    device_differences,
+    environment_differences,
+    read_manifest,
+)
 from olmoe_lightning.module import OLMoE
 from olmoe_lightning.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
 from olmoe_lightning.plan import plan
@@ -32,6 +42,7 @@ USAGE = """usage: olmoe-lightning COMMAND [options]
 
 Train (PyTorch Lightning; each has --help and --print_config):
   fit        train a model:        olmoe-lightning fit --config examples/quickstart.yaml
+             the same again:       olmoe-lightning fit --from-manifest RUN/manifest.json
   validate   losses of a checkpoint on held-out data:
                                    olmoe-lightning validate --config RUN/config.yaml --ckpt_path PATH.ckpt
   test       the same, logged as test
@@ -74,6 +85,78 @@ class Parser(LightningArgumentParser):
         raise UsageError(f"{text} (see {parser.prog.replace(' [options]', '')} --help)") from ex
 
 
+class SaveConfig(SaveConfigCallback):
+    """Saves ``config.yaml``, and has the configuration for a manifest."""
+
+    @property
+    def resolved_config(self) -> dict[str, Any]:
+        """Every option of the command with its value, as plain values."""
+        return plain_config(self.parser, self.config)
+
+
+def plain_config(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """A configuration in JSON's types; ``.inf``, which JSON cannot say, as the text that the parser reads so."""
+    yaml = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
+    return json.loads(parser.dump(config, format="json", skip_none=False), parse_constant=yaml.__getitem__)
+
+
+class SameData(Callback):
+    """Compares the data with that of the run that is repeated, before anything is trained.
+
+    Args:
+        path: the manifest of that run, for the message.
+        then: what it holds.
+        strict: other data is an error; else it is told like other differences.
+    """
+
+    def __init__(self, path: str, then: Mapping[str, Any], strict: bool) -> None:
+        self.path, self.then, self.strict = path, then, strict
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        found = data_differences(self.then, trainer.datamodule)  # type: ignore[attr-defined]
+        if found and self.strict:
+            raise UsageError(
+                f"the data is not that of {self.path}: {'; '.join(found)}; restore it, or accept what is there "
+                "with --data.strict-resume false"
+            )
+        tell_differences(self.path, [f"data {difference}" for difference in found])
+
+
+@rank_zero_only
+def tell_differences(path: str, found: Sequence[str]) -> None:
+    """One line on stderr for each."""
+    for difference in found:
+        print(f"olmoe-lightning: not as in {path}: {difference}", file=sys.stderr, flush=True)
+
+
+def take_manifest(words: Sequence[str]) -> tuple[list[str], str | None, dict[str, Any]]:
+    """Put the configuration that ``--from_manifest PATH`` names in its place, as ``--config`` with the text of it.
+
+    Returns:
+        The words without the option, its path (``None`` if it was not given) and the manifest.
+
+    Raises:
+        UsageError: the option is not used as it is meant.
+        ManifestError: there is no such manifest, or it cannot be used.
+    """
+    places = [place for place, word in enumerate(words) if word.partition("=")[0] == "--from_manifest"]
+    if not places:
+        return list(words), None, {}
+    if words[0] != "fit":
+        raise UsageError("--from-manifest repeats a training: olmoe-lightning fit --from-manifest PATH")
+    if len(places) > 1:
+        raise UsageError(f"--from-manifest was given {len(places)} times; a run repeats one other")
+    before, (option, *after) = words[: places[0]], words[places[0] :]
+    _, equals, path = option.partition("=")
+    if not equals:
+        path, *after = after or [""]
+    if not path or path.startswith("--"):
+        raise UsageError(f"--from-manifest needs a {FILENAME}, or the folder of a run or checkpoint that holds one")
+    manifest = read_manifest(Path(path))
+    return [*before, "--config", json.dumps(manifest["config"]), *after], path, manifest
+
+
 class OLMoECLI(LightningCLI):
     """LightningCLI with :class:`OLMoE` and :class:`TokenDataModule`."""
 
@@ -83,7 +166,14 @@ class OLMoECLI(LightningCLI):
             TokenDataModule,
             args=args,
             parser_class=Parser,
-            parser_kwargs={"prog": "olmoe-lightning"},
+            parser_kwargs={
+                "prog": "olmoe-lightning",
+                "fit": {
+                    "description": "Train a model. With --from-manifest PATH, repeat a run: PATH is its manifest.json, "
+                    "or the folder of a run or checkpoint; options behind it win."
+                },
+            },
+            save_config_callback=SaveConfig,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
@@ -104,9 +194,16 @@ class OLMoECLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and remember what was asked for before Lightning lays a checkpoint's hyperparameters over it."""
+        self._repeats: str | None = None
+        if isinstance(args, list):
+            args, self._repeats, self._manifest = take_manifest(args)
+        if self._repeats is not None:
+            tell_differences(self._repeats, environment_differences(self._manifest))
         try:
             super().parse_arguments(parser, args)
         except UsageError as error:
+            if self._repeats is not None:
+                raise UsageError(f"repeating {self._repeats}: {error}") from error
             if "parsing config" not in str(error) or not isinstance(args, list):
                 raise
             # The parser knows line and column of the mistake but not the file.
@@ -120,10 +217,33 @@ class OLMoECLI(LightningCLI):
         """With ``ckpt_path``: a setting that was changed from its default wins over the checkpoint's."""
         if not self._asked[self.subcommand].get("ckpt_path"):
             return
+        if self._repeats is not None:  # a resumed run: the checkpoint's settings are in the manifest already
+            self.config[self.subcommand].model = self._asked[self.subcommand].model
+            return
         asked, config = self._asked[self.subcommand].model, self.config[self.subcommand].model
         for name, parameter in inspect.signature(OLMoE.__init__).parameters.items():
             if name in asked and asked[name] != parameter.default:
                 config[name] = asked[name]
+
+    def before_fit(self) -> None:
+        """A repeated run says what is different, writes into a place of its own, and checks its data."""
+        trainer: Any = self.trainer
+        if self._repeats is None:
+            return
+        tell_differences(self._repeats, device_differences(self._manifest, trainer))
+        if not trainer.fast_dev_run and trainer.is_global_zero:
+            folder = Path(trainer.log_dir or trainer.default_root_dir)
+            if any((folder / name).exists() for name in ("config.yaml", FILENAME)):
+                raise UsageError(
+                    f"the repeated run would write into {folder}, where another run lies; give it a place of its own: "
+                    "--trainer.default_root_dir, or save_dir, name or version of --trainer.logger.init_args"
+                )
+        then = self._manifest["config"].get("data") or {}
+        now = plain_config(self.parser, self.config)["fit"]["data"]
+        same_settings = all(now.get(name) == value for name, value in then.items())
+        strict = same_settings and getattr(self.datamodule, "strict_resume", True)
+        # The first of all callbacks: the others may have written something by then.
+        trainer.callbacks.insert(0, SameData(self._repeats, self._manifest, strict))
 
     def before_predict(self) -> None:
         """The continuations go to a file, if no callback says otherwise."""
@@ -146,7 +266,7 @@ def generate(
     """Print texts that a trained model writes.
 
     Args:
-        checkpoint: a Lightning ``.ckpt`` file, or a directory with Hugging Face or converted weights.
+        checkpoint: a checkpoint of the trainer, or a directory or file with Hugging Face or converted weights.
         prompt: text to continue; empty to start a document.
         max_new_tokens: tokens to write at most.
         temperature: 0 takes the most likely token each time.
@@ -165,7 +285,7 @@ def generate(
     path = Path(checkpoint)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".safetensors":
         model = OLMoE(read_config(checkpoint), pretrained=checkpoint)
     else:
         model = OLMoE.load_from_checkpoint(path, map_location="cpu", weights_only=True)
@@ -197,11 +317,9 @@ def generate(
 
 def _tokenizer_of(path: Path) -> Tokenizer:
     """The tokenizer that lies in a checkpoint."""
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
-            raise ValueError(f"{path} holds no tokenizer.json; name the tokenizer with --tokenizer")
+    if (path / "tokenizer.json").is_file():
         return load_tokenizer(str(path))
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("tokenizer")
+    saved = read_tokenizer(path)
     if saved is None:
         raise ValueError(f"{path} holds no tokenizer; name the one that it was trained with by --tokenizer")
     return load_tokenizer("byte") if saved == "byte" else BPETokenizer.from_json(saved)

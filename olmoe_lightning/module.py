@@ -5,9 +5,12 @@ B batch, S sequence, E experts, Lm MoE layers.
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -19,6 +22,7 @@ from typing_extensions import override
 
 from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.checkpoint.hf_config import functional_differences
+from olmoe_lightning.checkpoint.meta import load_sharded, read_meta
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
 from olmoe_lightning.generate import GenerationConfig
@@ -56,7 +60,7 @@ class OLMoE(WritingModel):
         decay_fraction: share of the run in which ``wsd`` decays.
         init_seed: of the initial weights, which depend on nothing else.
         pretrained: weights to start from: a directory with a Hugging Face OLMoE or the output of
-            ``olmoe-lightning convert``, or a ``.ckpt`` file; ``config`` must describe the same network.
+            ``olmoe-lightning convert``, or a checkpoint of the trainer; ``config`` must describe the same network.
         compile_blocks: compile each block with ``torch.compile`` (about half a minute at the first step).
         generation: how ``predict`` continues the rows of a batch.
 
@@ -337,7 +341,8 @@ class OLMoE(WritingModel):
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over at most four groups: {experts, others} x {decay, no decay}, each with its name."""
-        groups: dict[str, list[torch.nn.Parameter]] = {}
+        # In one order on every stage of a pipeline, and of every pipeline: schedules know groups by their position.
+        groups: dict[str, list[torch.nn.Parameter]] = {"dense": [], "dense_no_decay": [], "experts": []}
         for name, parameter in self.built().named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -353,6 +358,7 @@ class OLMoE(WritingModel):
                     "weight_decay": 0.0 if name.endswith("no_decay") else self.weight_decay,
                 }
                 for name, parameters in groups.items()
+                if parameters or self._stage_map is not None  # another stage may have some
             ],
             lr=self.learning_rate,
             betas=self.betas,
@@ -419,6 +425,47 @@ class OLMoE(WritingModel):
                 moe.router.update_selection_bias(layer_counts)
 
     # ---------------------------------------------------------------------------------------------- checkpoints
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A module from a checkpoint: a sharded directory of :class:`~olmoe_lightning.MoEStrategy`, or a file.
+
+        Files are loaded as Lightning does it. A directory is read into this process alone, onto the device
+        ``map_location`` (by default the CPU), and without trust unless ``weights_only=False``; ``hparams_file`` is not
+        for directories. Keyword arguments are hyperparameters that win over the checkpoint's.
+
+        Raises:
+            ValueError: the directory is no sharded checkpoint, is damaged, or holds another network.
+        """
+        if not isinstance(checkpoint_path, str | os.PathLike) or not Path(checkpoint_path).is_dir():
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
+            )
+        if hparams_file is not None:
+            raise ValueError("hparams_file: a directory has its hyperparameters; give others as keyword arguments")
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise ValueError(f"map_location ({map_location!r}) of a directory must be a device, for example 'cpu'")
+        checkpoint = read_meta(Path(checkpoint_path), weights_only)
+        saved = checkpoint.get("hyper_parameters") or {}
+        if not isinstance(saved, dict):
+            raise ValueError(f"{checkpoint_path}: the hyperparameters are a {type(saved).__name__}, not a dictionary")
+        checkpoint["hyper_parameters"] = saved | kwargs
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        module = cls(**{k: v for k, v in checkpoint["hyper_parameters"].items() if takes_all or k in known})
+        module.built()
+        module.on_load_checkpoint(checkpoint)
+        load_sharded(module, checkpoint, module.strict_loading if strict is None else strict)
+        return module.to(map_location or "cpu")
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

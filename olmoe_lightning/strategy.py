@@ -25,16 +25,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
-from olmoe_lightning.expert_strategy import ExpertStrategy, is_expert
+from olmoe_lightning.checkpoint_strategy import CheckpointStrategy
+from olmoe_lightning.expert_strategy import is_expert
 from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
-from olmoe_lightning.parallel.full_state import (
-    full_optimizer_state,
-    full_state_dict,
-    load_full_optimizer_state,
-    load_masters,
-    local_state_dict,
-)
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.stages import find_schedule
 from olmoe_lightning.parallel.weight_waits import WeightWaits
@@ -47,7 +41,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite, and the strategy was told to stop at that."""
 
 
-class MoEStrategy(ExpertStrategy):
+class MoEStrategy(CheckpointStrategy):
     """Trains any LightningModule in several processes: experts on their ranks, the optimizer sharded over all.
 
     ``training_step`` returns a mean loss, or ``{"loss": mean, "num_tokens": n}``; the gradient is that of the mean over
@@ -76,6 +70,10 @@ class MoEStrategy(ExpertStrategy):
             where nothing can read the weights in between.
         bucket_megabytes: size of the pieces in which gradients and weights travel, of fp32 gradients.
         log_grad_norm: log ``grad_norm`` and ``skipped_steps`` at each optimizer step.
+        state_dict_type: ``sharded`` checkpoints are directories to which every process writes its own part, and which
+            load on any topology; ``full`` ones are files of Lightning's usual kind, joined in the memory of rank 0.
+        async_save: block training only while the tensors are copied, and write them meanwhile.
+        on_save_error: ``raise`` if a checkpoint cannot be written, or ``warn`` and train on.
         process_group_backend: ``gloo``, ``nccl``; by default what fits the device.
         timeout: of the collectives.
         accelerator: set by the Trainer.
@@ -107,6 +105,9 @@ class MoEStrategy(ExpertStrategy):
         overlap_param_gather: bool = True,
         bucket_megabytes: float = BUCKET_ELEMENTS * 4 / 2**20,
         log_grad_norm: bool = True,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
+        on_save_error: Literal["raise", "warn"] = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # immutable
         accelerator: Accelerator | None = None,
@@ -122,6 +123,9 @@ class MoEStrategy(ExpertStrategy):
             stages_per_rank,
             pipeline_split,
             comm=comm,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            on_save_error=on_save_error,
             expert_parallel_size=expert_parallel_size,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -141,13 +145,9 @@ class MoEStrategy(ExpertStrategy):
         self.overlap_param_gather = overlap_param_gather
         self.bucket_megabytes = bucket_megabytes
         self.log_grad_norm = log_grad_norm
-        self.sharded: ShardedOptimizer | None = None
-        """The optimizer's mechanics while fitting."""
         self._waits: WeightWaits | None = None
         self.grad_norm: float | None = None
         """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
-        self.skipped_steps = 0
-        """Optimizer steps that were skipped because something was not finite."""
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         self._sync = True
@@ -178,6 +178,7 @@ class MoEStrategy(ExpertStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         self._refuse(trainer)
+        self._open_save_group()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._fitted is not module:
             self._close_optimizer()
@@ -432,56 +433,12 @@ class MoEStrategy(ExpertStrategy):
     @override
     def on_train_end(self) -> None:
         self._settle()
+        self.finish_saves()
 
     def _settle(self) -> None:
         self.wait_for_weights()
         if self.lightning_module is not None:
             self._equalise_buffers(self.lightning_module)
-
-    # ---------------------------------------------------------------------------------------------- checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All experts, and fp32 values of what is trained, on rank 0; the other ranks' own part."""
-        module = self.lightning_module
-        assert module is not None
-        if self._interrupted:
-            return module.state_dict()
-        self._settle()
-        return full_state_dict(module, self.mesh, self.sharded, is_expert)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.sharded is None or (self._interrupted):
-            return super().optimizer_state(optimizer) if self.sharded is None else {}
-        return full_optimizer_state(self.sharded)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._interrupted:
-            log.error(
-                f"{self.mesh}: no checkpoint was written to {filepath}: a process failed, and a checkpoint needs "
-                "all of them"
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        self.wait_for_weights()
-        local = local_state_dict(module, self.mesh, is_expert, checkpoint["state_dict"])
-        module.load_state_dict(local, strict=strict)
-        if self.sharded is not None:
-            load_masters(self.sharded, local)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.sharded is None:
-            super().load_optimizer_state_dict(checkpoint)
-        else:
-            load_full_optimizer_state(self.sharded, checkpoint["optimizer_states"][0])
 
     # ---------------------------------------------------------------------------------------------- the end
 
@@ -509,4 +466,5 @@ class MoEStrategy(ExpertStrategy):
                 for parameter, value in self.sharded.local_masters().items():
                     parameter.data = value
             self.sharded.close()
+        self._close_saves()
         super().teardown()

@@ -1,8 +1,9 @@
 """Opens a checkpoint, whichever format it has, checks it against its configuration, and finds every weight in it.
 
 Formats: Hugging Face OLMoE (safetensors); our directory (``config.json`` with a marker beside safetensors under our
-names); a Lightning ``.ckpt`` of the ``OLMoE`` module. Everything here reads configuration and headers only; values
-come in pieces when somebody asks for them.
+names); the same in one ``.safetensors`` file; a sharded checkpoint of ``MoEStrategy``; a Lightning ``.ckpt`` of the
+``OLMoE`` module. Everything here reads configuration and headers only; values come in pieces when somebody asks for
+them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from torch import Tensor
 
 from olmoe_lightning.checkpoint.hf_config import TOKEN_IDS, config_from_hf
 from olmoe_lightning.checkpoint.layout import HFTensor, Shape, hf_fused_name, hf_tensors, native_shapes
-from olmoe_lightning.checkpoint.safetensors_dir import SafetensorsReader, TensorInfo, shortened
+from olmoe_lightning.checkpoint.meta import ShardedStore, is_sharded, read_meta
+from olmoe_lightning.checkpoint.safetensors_dir import DTYPES, SafetensorsReader, TensorInfo, shortened
 from olmoe_lightning.config import ModelConfig
 
 FORMAT = "olmoe-lightning"
 VERSION = 1
+
+SUFFIX = ".safetensors"
+"""What the name of a single file ends with."""
+METADATA = "olmoe_lightning"
+"""Where such a file has what ``config.json`` has elsewhere."""
 
 _PIECE_BYTES = 32 * 2**20
 
@@ -69,6 +76,8 @@ class Source:
         hf: whether the store has Hugging Face's names.
         token_ids: special tokens as Hugging Face's configuration keeps them.
         directory: where tokenizer files may be; ``None`` for nowhere.
+        hyper_parameters: of the ``OLMoE`` that was trained; ``None`` where they are not kept.
+        tokenizer: ``byte``, or the text of a ``tokenizer.json``, where the checkpoint itself holds it.
     """
 
     config: ModelConfig
@@ -76,6 +85,8 @@ class Source:
     hf: bool = False
     token_ids: dict[str, int | None] = field(default_factory=dict)
     directory: Path | None = None
+    hyper_parameters: dict[str, Any] | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         self._hf_tensors = hf_tensors(self.config) if self.hf else {}
@@ -115,6 +126,15 @@ class Source:
 
     def pieces(self, part: Part) -> Iterator[Tensor]:
         """A part's values in row-major order, in pieces of a few megabytes cut along one dimension."""
+        for cut, _ in self.cuts(part):
+            yield self.read(cut)
+
+    def read(self, part: Part) -> Tensor:
+        """A part's values."""
+        return self.store.read(part.tensor, part.index)
+
+    def cuts(self, part: Part) -> Iterator[tuple[Part, int]]:
+        """The pieces of a part, without their values, and the number of elements of each."""
         info = self.store.tensors[part.tensor]
         index = part.index + (slice(None),) * (len(info.shape) - len(part.index))
         bounds = [range(*s.indices(n)) for s, n in zip(index, info.shape, strict=True)]
@@ -125,7 +145,7 @@ class Source:
         for start in range(bounds[axis].start, bounds[axis].stop, step):
             cut = [slice(rows.start, rows.stop) for rows in bounds]
             cut[axis] = slice(start, min(start + step, bounds[axis].stop))
-            yield self.store.read(part.tensor, tuple(cut))
+            yield Part(part.tensor, tuple(cut)), math.prod(s.stop - s.start for s in cut)
 
 
 def open_source(path: Path) -> Source:
@@ -135,7 +155,7 @@ def open_source(path: Path) -> Source:
         FileNotFoundError: there is no checkpoint, or a part of it is missing.
         ValueError: configuration or tensors cannot be read, or do not fit each other.
     """
-    if path.is_file():
+    if path.is_file() or is_sharded(path):
         return open_native(path)
     return open_native(path) if _is_native(_read_json(path)) else open_hf(path)
 
@@ -150,12 +170,34 @@ def read_config(directory: str) -> ModelConfig:
     path = Path(directory)
     if path.is_file():
         return open_native(path).config
+    if is_sharded(path):
+        return _trained_config(path, read_meta(path))
     values = _read_json(path)
     return _native_config(path, values) if _is_native(values) else _hf_config(path, values)
 
 
+def read_tokenizer(path: Path) -> str | None:
+    """The tokenizer of a checkpoint in any format: ``byte``, or the text of a ``tokenizer.json``; None if it has none.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it cannot be read.
+    """
+    return tokenizer_of(open_source(path))
+
+
+def tokenizer_of(source: Source) -> str | None:
+    """The same of one that is open."""
+    if source.tokenizer is None and source.directory is not None:
+        file = source.directory / "tokenizer.json"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    return source.tokenizer
+
+
 def open_hf(path: Path) -> Source:
     """Opens a Hugging Face OLMoE directory, with one tensor per expert or (transformers 5) one per layer."""
+    if is_sharded(path):
+        raise ValueError(f"{path} is a sharded checkpoint of the trainer, not Hugging Face's; pass it as from_native")
     values = _read_json(path)
     if _is_native(values):
         raise ValueError(f"{path} is in our own format, not Hugging Face's; pass it as from_native")
@@ -178,9 +220,11 @@ def open_hf(path: Path) -> Source:
 
 
 def open_native(path: Path) -> Source:
-    """Opens a directory in our format or a Lightning ``.ckpt`` file of the ``OLMoE`` module."""
+    """Opens what holds our names: a directory in our format, a sharded checkpoint, a .safetensors or .ckpt file."""
+    if is_sharded(path):
+        return _open_sharded(path)
     if path.is_file():
-        return _open_ckpt(path)
+        return _open_safetensors(path) if path.suffix == SUFFIX else _open_ckpt(path)
     values = _read_json(path)
     if not _is_native(values):
         hint = "; it looks like Hugging Face's: pass it as from_hf" if "model_type" in values else ""
@@ -223,6 +267,46 @@ def compare(found: Mapping[str, TensorInfo], expected: Mapping[str, Shape], what
         raise ValueError(f"{what}: the tensors do not fit the configuration:\n" + "\n".join(lines))
 
 
+def _open_sharded(path: Path) -> Source:
+    meta = read_meta(path)
+    config = _trained_config(path, meta)
+    store = ShardedStore(meta)
+    compare(store.tensors, native_shapes(config), str(path))
+    return Source(config, store, token_ids=meta.get("token_ids") or {}, **_trained(meta))
+
+
+def _open_safetensors(path: Path) -> Source:
+    store = _SafetensorsFile(path)
+    try:
+        values = json.loads(store.metadata.get(METADATA, "null"))
+    except ValueError as error:
+        raise ValueError(f"{path}: the configuration in its metadata is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path} has no configuration in its metadata, so it was not written by convert; name the directory that "
+            "has a config.json beside it"
+        )
+    config = _native_config(path, values)
+    compare(store.tensors, native_shapes(config), str(path))
+    return Source(config, store, token_ids=values.get("token_ids", {}), tokenizer=values.get("tokenizer"))
+
+
+class _SafetensorsFile(SafetensorsReader):
+    """All tensors of one file, whatever its name, and its metadata."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path.parent
+        self._open, self._mapped_bytes = None, 0
+        handle = self._handle(path.name)
+        self.metadata: dict[str, str] = handle.metadata() or {}
+        self.tensors = {}
+        for name in handle.keys():  # noqa: SIM118  (not a dictionary)
+            view = handle.get_slice(name)
+            code = view.get_dtype()
+            self.tensors[name] = TensorInfo(tuple(view.get_shape()), DTYPES.get(code), code)
+        self._file_of = dict.fromkeys(self.tensors, path.name)
+
+
 def _open_ckpt(path: Path) -> Source:
     try:
         # Mapped: optimizer states and all else that is not asked for stay on the disk.
@@ -230,16 +314,32 @@ def _open_ckpt(path: Path) -> Source:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} is not a checkpoint of Lightning's that can be read safely: {reason}") from error
-    hyper_parameters = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
-    config = hyper_parameters.get("config") if isinstance(hyper_parameters, dict) else None
-    if not isinstance(config, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ValueError(f"{path} is not a checkpoint of OLMoE: it lacks state_dict or hyper_parameters['config']")
-    model_config = _parse(path, ModelConfig.from_dict, config)
+    config = _trained_config(path, checkpoint)
     prefix = "model."
     state = {name.removeprefix(prefix): t for name, t in checkpoint["state_dict"].items() if name.startswith(prefix)}
     store = MemoryStore(state)
-    compare(store.tensors, native_shapes(model_config), str(path))
-    return Source(model_config, store)
+    compare(store.tensors, native_shapes(config), str(path))
+    return Source(config, store, **_trained(checkpoint))
+
+
+def _trained_config(path: Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
+    """The configuration in a checkpoint of Lightning's."""
+    hyper_parameters = checkpoint.get("hyper_parameters")
+    config = hyper_parameters.get("config") if isinstance(hyper_parameters, dict) else None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a checkpoint of OLMoE: it lacks state_dict or hyper_parameters['config']")
+    return _parse(path, ModelConfig.from_dict, config)
+
+
+def _trained(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of Lightning's has for conversions to keep."""
+    tokenizer = checkpoint.get("tokenizer")
+    return {
+        "hyper_parameters": dict(checkpoint["hyper_parameters"]),
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else None,
+    }
 
 
 def _require_tied(source: Source) -> None:
@@ -274,13 +374,11 @@ def _is_native(values: dict[str, Any]) -> bool:
     return values.get("format") == FORMAT
 
 
-def _native_config(directory: Path, values: dict[str, Any]) -> ModelConfig:
-    version = values.get("version")
-    if version != VERSION:
-        raise ValueError(
-            f"{directory / 'config.json'} has format version {version}; this release reads version {VERSION}"
-        )
-    return _parse(directory / "config.json", ModelConfig.from_dict, values.get("model", {}))
+def _native_config(path: Path, values: dict[str, Any]) -> ModelConfig:
+    file = path / "config.json" if path.is_dir() else path
+    if values.get("version") != VERSION:
+        raise ValueError(f"{file} has format version {values.get('version')}; this release reads version {VERSION}")
+    return _parse(file, ModelConfig.from_dict, values.get("model", {}))
 
 
 def _hf_config(directory: Path, values: dict[str, Any]) -> ModelConfig:
@@ -290,5 +388,5 @@ def _hf_config(directory: Path, values: dict[str, Any]) -> ModelConfig:
 def _parse(path: Path, parse: Callable[[dict[str, Any]], ModelConfig], values: dict[str, Any]) -> ModelConfig:
     try:
         return parse(values)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: a field has a value of the wrong kind
         raise ValueError(f"{path}: {error}") from error

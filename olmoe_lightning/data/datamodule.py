@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
@@ -313,6 +314,9 @@ class TokenDataModule(LightningDataModule):
             collate_fn=keep,
             pin_memory=on_gpu,
             persistent_workers=False,
+            # Making an iterator takes a number. It must not be one of those that the model takes: a resumed run makes
+            # other iterators than one that was not interrupted.
+            generator=torch.Generator().manual_seed(self.seed),
         )
 
     def _rows(self) -> TrainRows:

@@ -160,11 +160,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     Of a pipeline, no process knows how a single one would number the parameters: ``state`` is then by their names.
     """
     by_name = full_state_by_name(sharded)
-    options = [
-        {key: item for key, item in group.items() if key != "params"} for group in sharded.optimizer.param_groups
-    ]
-    named = {group.get("name", str(place)): group for place, group in enumerate(options)}
-    named = of_all_stages(sharded.mesh, named if sharded.mesh.data.rank == 0 else {})
+    named = of_all_stages(sharded.mesh, named_groups(sharded) if sharded.mesh.data.rank == 0 else {})
     if sharded.mesh.rank != 0:
         return {}
     if sharded.mesh.pipeline.size > 1:
@@ -174,9 +170,17 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     number_of = {name: number for number, name in names.items()}
     return {
         "state": {number_of[name]: state for name, state in by_name.items()},
-        "param_groups": [{**group, "params": ids} for group, ids in zip(options, numbers.groups, strict=True)],
+        "param_groups": [{**group, "params": ids} for group, ids in zip(named.values(), numbers.groups, strict=True)],
         "names": names,  # so that a pipeline can find its own
     }
+
+
+def named_groups(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+    """The options of each parameter group of this process, by its name, or its position if it has none."""
+    options = [
+        {key: item for key, item in group.items() if key != "params"} for group in sharded.optimizer.param_groups
+    ]
+    return {group.get("name", str(place)): group for place, group in enumerate(options)}
 
 
 def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -241,7 +245,7 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
     for key, entries in saved["state"].items():
         name = key if isinstance(key, str) else names[key] if key in names else _name_of(sharded, int(key))
         state_by_name[name] = entries
-    options = _options(sharded, saved["param_groups"])
+    options = group_options(sharded, saved["param_groups"])
     local_ids: dict[nn.Parameter, int] = {}
     for group in sharded.optimizer.param_groups:
         for master in group["params"]:
@@ -272,7 +276,7 @@ def _name_of(sharded: ShardedOptimizer, number: int) -> str:
     return sharded.parameters[index_of[number]].name if number in index_of else ""
 
 
-def _options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def group_options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The saved options of each group that this process has; of pipelines by name, else by position."""
     here = [len(ids) for ids in sharded.numbering().groups]
     there = [len(group.get("params", ())) for group in saved]

@@ -56,7 +56,10 @@ def main():
     fitted.fit(Dense(), DataLoader(Items(vectors(8)), batch_size=None))
     where = type(fitted.strategy.cluster_environment).__name__
     version = olmoe_lightning.__version__
-    print(f"rank {fitted.global_rank} of {fitted.world_size} made {fitted.global_step} steps ({where}, {version})", flush=True)
+    print(
+        f"rank {fitted.global_rank} of {fitted.world_size} made {fitted.global_step} steps ({where}, {version})",
+        flush=True,
+    )
     if FAILING is not None:
         keep = ModelCheckpoint(FOLDER, save_on_exception=True) if FAILING else OnExceptionCheckpoint(FOLDER, "kept")
         trainer(2, keep).fit(Fails(), DataLoader(Items(vectors(8)), batch_size=None))

@@ -197,8 +197,11 @@ def own_batches(batches: list[Any]) -> DataLoader:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights as a checkpoint would hold them; collective, complete on rank 0."""
-    return {name: value.detach().clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+    """Weights as a joined checkpoint would hold them; collective, complete on rank 0."""
+    strategy = trainer.strategy
+    if isinstance(strategy, MoEStrategy):
+        strategy.state_dict_type = "full"
+    return {name: value.detach().clone() for name, value in strategy.lightning_module_state_dict().items()}
 
 
 def trained(

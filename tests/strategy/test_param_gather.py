@@ -77,7 +77,7 @@ def is_complete(module):
 
 
 def train_language_model(slow, *callbacks, module=None, **options):
-    strategy = Looking(**options)
+    strategy = Looking(state_dict_type="full", **options)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     trainer = quiet(strategy, accumulate_grad_batches=2, callbacks=list(callbacks), enable_checkpointing=saves)
     if not slow:

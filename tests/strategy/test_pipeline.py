@@ -125,6 +125,11 @@ def test_every_chunk_trains_again_after_the_sanity_check(workers, schedule):
         assert found == [{True}, {True}]
 
 
+def joined(schedule=None):
+    """Writes files that a test can look into."""
+    return strategy(schedule, state_dict_type="full") if schedule else MoEStrategy(state_dict_type="full")
+
+
 def save(path, chosen, devices, ckpt_path=None, steps=2):
     trainer = quiet(chosen, devices=devices, max_epochs=steps // 2)
     trainer.fit(model(), every_batch(batches(2)), ckpt_path=ckpt_path)
@@ -132,7 +137,7 @@ def save(path, chosen, devices, ckpt_path=None, steps=2):
 
 
 def save_pipeline(path, schedule, ckpt_path=None, steps=2):
-    save(path, strategy(schedule), 2, ckpt_path, steps)
+    save(path, joined(schedule), 2, ckpt_path, steps)
 
 
 def test_checkpoints_load_with_and_without_a_pipeline(workers, tmp_path):
@@ -145,7 +150,7 @@ def test_checkpoints_load_with_and_without_a_pipeline(workers, tmp_path):
 
     workers(2).run(save_pipeline, tmp_path / "resumed.ckpt", "zbv_zero_bubble", tmp_path / "pipeline.ckpt", 4)
     workers(2).run(save_pipeline, tmp_path / "straight.ckpt", "1f1b", None, 4)
-    save(tmp_path / "alone.ckpt", MoEStrategy(), 1, tmp_path / "pipeline.ckpt", 4)
+    save(tmp_path / "alone.ckpt", joined(), 1, tmp_path / "pipeline.ckpt", 4)
     resumed, straight, alone = (
         torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
         for name in ("resumed", "straight", "alone")
@@ -153,7 +158,7 @@ def test_checkpoints_load_with_and_without_a_pipeline(workers, tmp_path):
     torch.testing.assert_close(resumed, straight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(alone, straight, rtol=1e-5, atol=1e-6)
 
-    save(tmp_path / "first.ckpt", MoEStrategy(), 1)
+    save(tmp_path / "first.ckpt", joined(), 1)
     workers(2).run(save_pipeline, tmp_path / "then.ckpt", "1f1b", tmp_path / "first.ckpt", 4)
     assert torch.load(tmp_path / "then.ckpt", weights_only=True)["global_step"] == 4
 

@@ -1,5 +1,7 @@
 """Checkpoints: one file, as a single process would write it, whatever the topology that wrote and that reads it."""
 
+import functools
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -23,12 +25,14 @@ from torch import nn
 from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.plugins import BF16Precision
 
+Joined = functools.partial(MoEStrategy, state_dict_type="full")
+
 TOPOLOGIES = {
     "stock": lambda: "auto",  # Lightning's single device
-    "1x1": lambda: MoEStrategy(),
-    "2x1": lambda: MoEStrategy(bucket_megabytes=SMALL_BUCKETS),
-    "2x1 replicated": lambda: MoEStrategy(shard_optimizer=False, bucket_megabytes=SMALL_BUCKETS),
-    "1x2": lambda: MoEStrategy(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS),
+    "1x1": lambda: Joined(),
+    "2x1": lambda: Joined(bucket_megabytes=SMALL_BUCKETS),
+    "2x1 replicated": lambda: Joined(shard_optimizer=False, bucket_megabytes=SMALL_BUCKETS),
+    "1x2": lambda: Joined(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS),
 }
 ALONE = ("stock", "1x1")
 
@@ -137,7 +141,7 @@ class SavesItself(Callback):
 
 
 def keep_all(folder, expert_parallel_size):
-    strategy = MoEStrategy(expert_parallel_size=expert_parallel_size, bucket_megabytes=SMALL_BUCKETS)
+    strategy = Joined(expert_parallel_size=expert_parallel_size, bucket_megabytes=SMALL_BUCKETS)
     keep = ModelCheckpoint(folder, filename="callback-{step}", auto_insert_metric_name=False, every_n_train_steps=1)
     keep.save_top_k = -1
     trainer = quiet(strategy, callbacks=[SavesItself(folder), keep], enable_checkpointing=True, logger=False)
@@ -161,7 +165,7 @@ def test_checkpoints_in_the_middle_and_after_a_test_are_complete(workers, tmp_pa
 
 
 def evaluate(path, expert_parallel_size):
-    trainer = quiet(MoEStrategy(expert_parallel_size=expert_parallel_size))
+    trainer = quiet(Joined(expert_parallel_size=expert_parallel_size))
     return trainer.test(model(), own_batches(sentences(4)), ckpt_path=path, verbose=False)[0]["test/loss"]
 
 
@@ -200,7 +204,7 @@ def tie(module):
 
 
 def save_tied(path):
-    trainer = quiet(plugins=[BF16Precision()])
+    trainer = quiet(Joined(), plugins=[BF16Precision()])
     trainer.fit(Dense(change=tie), own_batches(vectors(4)))
     trainer.save_checkpoint(path)
 
@@ -215,7 +219,7 @@ def test_both_names_of_a_tied_weight_hold_its_master(workers, tmp_path):
 def fit_bf16_twice(folder):
     module = Dense()
     for number in range(2):
-        trainer = quiet(plugins=[BF16Precision()], limit_train_batches=1 - number)
+        trainer = quiet(Joined(), plugins=[BF16Precision()], limit_train_batches=1 - number)
         trainer.fit(module, own_batches(vectors(2)))
         trainer.save_checkpoint(folder / f"{number}.ckpt")
 
@@ -247,8 +251,8 @@ def fit_heated(path, epochs, strategy, devices, ckpt_path=None):
 
 
 def fit_heated_twice(folder, devices):
-    fit_heated(folder / f"{devices}-1.ckpt", 1, None, devices)
-    fit_heated(folder / f"{devices}-2.ckpt", 2, None, devices, ckpt_path=folder / f"{devices}-1.ckpt")
+    fit_heated(folder / f"{devices}-1.ckpt", 1, Joined(), devices)
+    fit_heated(folder / f"{devices}-2.ckpt", 2, Joined(), devices, ckpt_path=folder / f"{devices}-1.ckpt")
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -276,11 +280,11 @@ class MoreExperts(WithExperts):
 
 
 def read_wrong_experts(path, make):
-    strategy = MoEStrategy(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS)
+    strategy = Joined(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS)
     trainer = quiet(strategy)
     trainer.fit(WithExperts(), own_batches(vectors(2)))
     trainer.save_checkpoint(path)
-    trainer = quiet(MoEStrategy(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS), max_epochs=2)
+    trainer = quiet(Joined(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS), max_epochs=2)
     try:
         trainer.fit(MoreExperts(), own_batches(vectors(2)), ckpt_path=path)
     except ValueError as error:

@@ -1,0 +1,350 @@
+"""Tensors in a directory, written and read by many processes: each its own range of each flattened tensor.
+
+The format is that of ``torch.distributed.checkpoint``: a tensor lies there under its global name as one dimension, in
+as many chunks as there were writers. Which process wrote which range does not matter to those who read: they ask for
+ranges.
+
+Nothing that is read can execute code: chunks are loaded with ``weights_only=True``, and the index, a pickle, by an
+unpickler that knows the classes of an index and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from typing_extensions import override
+
+INDEX = ".metadata"
+"""The file of the directory that says which range is where; it is written last."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A range of a flattened global tensor, and the values that this process has of it or wants to have."""
+
+    name: str
+    size: int
+    """Elements of the global tensor."""
+    start: int
+    values: Tensor
+    """Flat and contiguous. What is read is cast to its dtype."""
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or not self.values.is_contiguous():
+            raise ValueError(f"{self.name}: a fragment is flat and contiguous, not {list(self.values.shape)}")
+        if not 0 <= self.start <= self.start + self.values.numel() <= self.size:
+            raise ValueError(
+                f"{self.name}: elements {self.start} to {self.start + self.values.numel()} are not within {self.size}"
+            )
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Name and first element: no process has two fragments of one key."""
+        return self.name, self.start
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The range, for the index."""
+        return ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=self.values.shape)
+
+
+class CorruptCheckpoint(ValueError):
+    """A directory that is no checkpoint, not a complete one, or one of another model."""
+
+
+class WriteError(OSError):
+    """A process could not write its part; the same on all of them."""
+
+
+def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGroup | None = None) -> None:
+    """Write the fragments of all processes; collective. What two processes have in common is written by the first.
+
+    Args:
+        directory: on a file system that all processes share; it need not exist.
+        fragments: of this process.
+        group: the processes, one of which must be rank 0; ``None``: this one alone.
+
+    Raises:
+        WriteError: a process could not write, or a tensor has no complete set of fragments, or some that overlap.
+    """
+    writer = FileSystemWriter(directory, sync_files=False)  # made durable all at once when it is published
+    try:
+        with _quietly():
+            save_checkpoint(
+                {}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=group is None
+            )
+    except CheckpointException as error:
+        raise WriteError(_reasons(error)) from error
+
+
+def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGroup | None = None) -> None:
+    """Fill the fragments of this process; collective. Names and sizes must fit, see :func:`index_of`.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, cut off, or not what the index says.
+    """
+    reader = SafeReader(directory)
+    try:
+        with _quietly():
+            load_checkpoint(
+                {}, storage_reader=reader, planner=_Load(fragments), process_group=group, no_dist=group is None
+            )
+    except CheckpointException as error:
+        raise CorruptCheckpoint(
+            f"{directory} cannot be read, it is damaged or incomplete ({_reasons(error)})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that one process alone is one process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
+        yield
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What went wrong on the first processes on which something did."""
+    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+    return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def index_of(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Every tensor of a directory: its number of elements, dtype and chunks.
+
+    Raises:
+        CorruptCheckpoint: there is no index, or it is none of ours.
+    """
+    entries: dict[str, Any] = SafeReader(directory).read_metadata().state_dict_metadata
+    return entries
+
+
+def read_range(directory: Path, name: str, start: int, stop: int) -> Tensor:
+    """Some elements of one flattened tensor, in its own dtype, in one process."""
+    reader = SafeReader(directory)
+    found: Any = reader.read_metadata().state_dict_metadata[name]
+    values = torch.empty(stop - start, dtype=found.properties.dtype)
+    if stop > start:
+        load(directory, [Fragment(name, math.prod(found.size), start, values)])
+    return values
+
+
+class SafeReader(FileSystemReader):
+    """Reads a directory without trusting it."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / INDEX
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except FileNotFoundError as error:
+            raise CorruptCheckpoint(f"{self.path} is no sharded checkpoint: it has no {INDEX}") from error
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
+            raise CorruptCheckpoint(f"{path} is damaged, or no index of a checkpoint ({error})") from error
+        entries = getattr(metadata, "state_dict_metadata", None)
+        if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
+            raise CorruptCheckpoint(f"{path} is no index of a checkpoint but a {type(metadata).__name__}")
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 1:
+                raise CorruptCheckpoint(f"{path}: {name!r} is not a flattened tensor")
+        inside = Path(self.path).resolve()
+        for info in (metadata.storage_data or {}).values():
+            if (inside / info.relative_path).resolve().parent != inside:
+                raise CorruptCheckpoint(f"{path} points at a file outside of the checkpoint: {info.relative_path!r}")
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_INDEX_CLASSES = {
+    "torch": {"Size", "contiguous_format", *_INTEGERS, *_FLOATS},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what an index is made of; everything else is refused before it is looked up."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _INDEX_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        return super().find_class(module, name)
+
+
+class _Save(SavePlanner):
+    """Writes fragments; the state dictionary of torch's interface is not used."""
+
+    def __init__(self, fragments: Iterable[Fragment]) -> None:
+        self.fragments = {fragment.key: fragment for fragment in fragments}
+
+    @override
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing is needed."""
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(fragment) for fragment in self.fragments.values() if fragment.values.numel()])
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        taken: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in taken]
+            taken.update(item.index for item in items)
+            plans.append(SavePlan(items))
+        plans, metadata = create_default_global_save_plan(plans)
+        for name, entry in metadata.state_dict_metadata.items():
+            _check_cover(name, entry)
+        return plans, metadata
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        assert write_item.index.offset is not None
+        return self.fragments[write_item.index.fqn, write_item.index.offset[0]].values.detach()
+
+
+class _Load(LoadPlanner):
+    """Reads into fragments."""
+
+    def __init__(self, fragments: Iterable[Fragment]) -> None:
+        self.fragments = {fragment.key: fragment for fragment in fragments}
+
+    @override
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self.entries = metadata.state_dict_metadata
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for fragment in self.fragments.values():
+            if fragment.values.numel():
+                entry: Any = self.entries[fragment.name]
+                items += create_read_items_for_chunk_list(fragment.name, entry, [fragment.chunk])
+        return LoadPlan(items)
+
+    @override
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    @override
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+    @override
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        assert index.offset is not None
+        values = self.fragments[index.fqn, index.offset[0]].values
+        return values[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It was copied in place."""
+
+
+def _write_item(fragment: Fragment) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(fragment.name, torch.Size([fragment.start])),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=fragment.chunk,
+            properties=TensorProperties.create_from_tensor(fragment.values.detach()),
+            size=torch.Size([fragment.size]),
+        ),
+    )
+
+
+def _check_cover(name: str, entry: Any) -> None:
+    """Each element is written once."""
+    end = 0
+    for start, length in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks):
+        if start != end:
+            raise ValueError(f"{name}: elements {min(start, end)} to {max(start, end)} have "
+                             f"{'no writer' if start > end else 'two writers'}")  # fmt: skip
+        end = start + length
+    if end != entry.size[0]:
+        raise ValueError(f"{name}: elements {end} to {entry.size[0]} have no writer")
+
+
+def differences(wanted: Mapping[str, list[int]], there: Mapping[str, list[int]], strict: bool = True) -> list[str]:
+    """What keeps a checkpoint from being loaded: a line for each tensor that is missing, unexpected or misshapen.
+
+    Args:
+        wanted: global shapes of the whole model, by name.
+        there: those of the checkpoint.
+        strict: whether missing and unexpected ones matter.
+    """
+    found = []
+    if strict:
+        found += [f"missing: {name}" for name in wanted if name not in there]
+        found += [f"unexpected: {name}" for name in there if name not in wanted]
+    found += [
+        f"{name} is {there[name]} there, {shape} here"
+        for name, shape in wanted.items()
+        if name in there and there[name] != shape
+    ]
+    return found

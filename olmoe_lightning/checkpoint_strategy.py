@@ -1,0 +1,533 @@
+"""Checkpoints under Lightning: a directory to which every process writes its own part, or one file joined on rank 0."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from olmoe_lightning.checkpoint import sharded as directories
+from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary_beside
+from olmoe_lightning.checkpoint.safetensors_dir import shortened
+from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint, Fragment
+from olmoe_lightning.expert_strategy import ExpertStrategy, is_expert
+from olmoe_lightning.manifest import build_manifest, write_json
+from olmoe_lightning.parallel.full_state import (
+    full_optimizer_state,
+    full_state_dict,
+    group_options,
+    load_full_optimizer_state,
+    load_masters,
+    local_state_dict,
+    named_groups,
+)
+from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
+from olmoe_lightning.random_state import capture_random_state, restore_random_state
+from olmoe_lightning.save_queue import CopyBuffers, SaveQueue
+from olmoe_lightning.training_state import MODEL, TrainingState
+
+log = logging.getLogger(__name__)
+
+KEY = "moe_checkpoint"
+"""Entry of a checkpoint's dictionary that belongs to the strategy."""
+FORMAT = 1
+META = "meta.pt"
+_CHUNK = 2**20
+_PATIENCE_SECONDS = 10.0
+MANIFEST = "manifest.json"
+
+
+class SaveError(RuntimeError):
+    """A checkpoint was not written; what was there before is untouched. The same on all processes."""
+
+
+class CheckpointStrategy(ExpertStrategy):
+    """The checkpoints' part of :class:`~olmoe_lightning.MoEStrategy`.
+
+    Args:
+        args: of :class:`ExpertStrategy`.
+        state_dict_type: see :class:`~olmoe_lightning.MoEStrategy`.
+        async_save: see there.
+        on_save_error: see there.
+        kwargs: of :class:`ExpertStrategy`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        state_dict_type: Literal["sharded", "full"],
+        async_save: bool,
+        on_save_error: Literal["raise", "warn"],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value, allowed in (
+            ("state_dict_type", state_dict_type, ("sharded", "full")),
+            ("on_save_error", on_save_error, ("raise", "warn")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} ({value!r}) must be {allowed[0]!r} or {allowed[1]!r}")
+        if async_save and state_dict_type == "full":
+            raise ValueError(
+                "async_save=True needs state_dict_type='sharded': a joined file is written by rank 0 alone"
+            )
+        self.state_dict_type = state_dict_type
+        self.async_save = async_save
+        self.on_save_error = on_save_error
+        self.sharded: ShardedOptimizer | None = None
+        """The optimizer's mechanics while fitting."""
+        self.skipped_steps = 0
+        """Optimizer steps that were skipped because something was not finite."""
+        self._queue: SaveQueue | None = None
+        self._buffers = CopyBuffers()
+        self._save_group: dist.ProcessGroup | None = None
+        self._last_save_failed = False
+        self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
+        self._manifest: dict[str, Any] | None = None  # of this run, on rank 0
+        self._resumed_random_state: dict[str, Any] | None = None
+
+    def _settle(self) -> None:
+        """Wait for weights that are on their way, and make buffers equal."""
+        raise NotImplementedError
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last optimizer step have arrived from the other processes."""
+        raise NotImplementedError
+
+    def _training_state(self) -> TrainingState:
+        module = self.lightning_module
+        assert module is not None
+        return TrainingState(module, self.mesh, self.sharded, is_expert)
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The own part of this process; of ``full`` checkpoints all experts, in fp32 if trained, on rank 0."""
+        module = self.lightning_module
+        assert module is not None
+        if not self._interrupted:
+            self._settle()
+        if self._interrupted or self.state_dict_type == "sharded":
+            return module.state_dict()
+        return full_state_dict(module, self.mesh, self.sharded, is_expert)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.state_dict_type == "sharded":
+            return {}
+        if self.sharded is None or self._interrupted:
+            return super().optimizer_state(optimizer) if self.sharded is None else {}
+        return full_optimizer_state(self.sharded)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._interrupted:
+            log.error(
+                f"{self.mesh}: no checkpoint was written to {filepath}: a process failed, and a checkpoint needs "
+                "all of them"
+            )
+            self._last_save_failed = True  # what this one was to replace stays
+            return
+        if self.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if "://" in str(filepath) or storage_options is not None:
+            raise ValueError(
+                f"a sharded checkpoint needs a folder that all processes share, not {filepath} with storage_options "
+                f"{storage_options}; take such a folder, or MoEStrategy(state_dict_type='full')"
+            )
+        self._settle()
+        if self.async_save and self._is_fitting():
+            self._raise_failed_saves()
+            fragments, own, rest = self._snapshot(checkpoint)
+            buffers = self._buffers.copy([part.values for part in fragments])  # training goes on and changes them
+            fragments = [
+                Fragment(part.name, part.size, part.start, values)
+                for part, values in zip(fragments, buffers, strict=True)
+            ]
+            write = partial(self._write, Path(filepath), fragments, *copy.deepcopy((own, rest)))
+            self._save_queue().add(write, f"saving {filepath}", finally_=partial(self._buffers.give_back, buffers))
+            return
+        if self._queue is not None:
+            self._queue.drain()
+        try:
+            self._write(Path(filepath), *self._snapshot(checkpoint))
+        except SaveError as error:
+            self._report(error)
+
+    def _is_fitting(self) -> bool:
+        """Whether there will be an end of training at which saves in the background are waited for."""
+        state = self.lightning_module.trainer.state  # type: ignore[union-attr]
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _snapshot(self, checkpoint: dict[str, Any]) -> tuple[list[Fragment], dict[str, Any], dict[str, Any]]:
+        """What is to be written: ranges of tensors, what rank 0 needs to know of this process, and Lightning's part."""
+        state = self._training_state()
+        fragments = state.model_to_write()
+        own: dict[str, Any] = {
+            "shapes": state.shapes(),
+            "aliases": state.aliases,
+            "other": state.other,
+            "random": capture_random_state(self.root_device),
+            "scalars": {},
+            "param_groups": {},
+        }
+        if "optimizer_states" in checkpoint and self.sharded is not None:
+            more, own["scalars"] = state.optimizer_to_write()
+            fragments += more
+            own["param_groups"] = named_groups(self.sharded)
+        checkpoint = checkpoint | {
+            "state_dict": {},  # it lies beside this dictionary
+            KEY: {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps},
+        }
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        if self._manifest is None:  # asks git and the data; once for all checkpoints of a run
+            self._manifest = build_manifest(trainer, trainer.lightning_module) if self.is_global_zero else {}
+        return fragments, own, {"checkpoint": checkpoint, "manifest": self._manifest}
+
+    def _topology(self) -> dict[str, int]:
+        shape = self.mesh.shape
+        return {"pipeline": shape.pipeline, "expert_replica": shape.expert_replica, "expert": shape.expert}
+
+    def _write(self, target: Path, fragments: list[Fragment], own: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Write, make durable, publish; on all processes, in this thread or another.
+
+        Raises:
+            SaveError: it did not work, and the target is as it was.
+        """
+        self._last_save_failed = True
+        group, rank = self._group_for_saving(), self.mesh.rank
+        bad = sorted({part.name for part in fragments if not _finite(part.values)})
+        everyone = _gather(own | {"bad": bad}, rank, self.mesh.world.size, group)
+        temporary = Path(_share(target, partial(self._begin, target, everyone), rank, group))
+        try:
+            try:
+                directories.save(temporary, fragments, group)
+            except directories.WriteError as error:
+                raise SaveError(f"no checkpoint was written to {target}: {error}") from error
+            _share(target, partial(_publish, temporary, target, everyone, rest), rank, group)
+            self._last_save_failed = False
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _begin(self, target: Path, everyone: list[dict[str, Any]]) -> str:
+        """On rank 0: may there be a checkpoint, and where is it written first?"""
+        bad = sorted({name for each in everyone for name in each["bad"]})
+        if bad:
+            raise SaveError(
+                f"no checkpoint was written to {target}: {len(bad)} tensors have values that are not finite, "
+                f"{', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
+            )
+        self._clean(target.parent)
+        return str(temporary_beside(target))
+
+    def _clean(self, folder: Path) -> None:
+        """Remove what killed saves have left in a folder; once a run, on rank 0, which alone makes such things."""
+        if folder in self._cleaned:
+            return
+        self._cleaned.add(folder)
+        try:
+            removed = clean(folder)
+        except OSError as error:
+            rank_zero_warn(f"What interrupted saves may have left in {folder} could not be removed: {error}")
+            return
+        if removed:
+            rank_zero_info(
+                f"Removed from {folder} what interrupted saves had left: {shortened([p.name for p in removed])}"
+            )
+
+    def _group_for_saving(self) -> dist.ProcessGroup | None:
+        if self.mesh.world.size == 1:
+            return None
+        return self._save_group if self.async_save else dist.group.WORLD
+
+    def _save_queue(self) -> SaveQueue:
+        if self._queue is None:
+            self._queue = SaveQueue()
+        return self._queue
+
+    def _open_save_group(self) -> None:
+        """Make ready for the saves of a run; collective. Those in the background get a group of their own."""
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        self._cleaned, self._manifest = set(), None
+        if self.async_save and self.mesh.world.size > 1 and self._save_group is None:
+            self._save_group = dist.new_group(backend="gloo", timeout=self.timeout)
+        if trainer.state.fn == TrainerFn.FITTING and self.is_global_zero and self.state_dict_type == "sharded":
+            folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+            for folder in folders:
+                if folder is not None and "://" not in str(folder):
+                    self._clean(Path(folder))
+
+    def _report(self, error: SaveError) -> None:
+        """Raise or warn, as the user wants it."""
+        if self.on_save_error == "raise":
+            raise error
+        rank_zero_warn(f"{error}. Training goes on.")
+
+    def _raise_failed_saves(self) -> None:
+        """Tell of saves in the background that have failed meanwhile; all processes at the same step.
+
+        They see the end of a save at slightly different moments. So as long as one is under way, they agree at each
+        step on those that have ended for all of them.
+        """
+        queue = self._queue
+        if queue is None or not queue.unreported:
+            return
+        ended = queue.ended
+        if self.mesh.world.size > 1:
+            fewest = torch.tensor(ended, device=self.root_device)
+            dist.all_reduce(fewest, dist.ReduceOp.MIN)
+            ended = int(fewest)
+        errors = queue.report(ended)
+        for error in errors[1:]:
+            log.error(f"{self.mesh}: {error}")
+        if errors and isinstance(errors[0], SaveError):
+            self._report(errors[0])
+        elif errors:
+            raise errors[0]
+
+    def finish_saves(self) -> None:
+        """Wait for saves in the background; collective.
+
+        Raises:
+            SaveError: one failed, and ``on_save_error`` is ``"raise"``.
+        """
+        if self._queue is not None:
+            self._queue.drain()
+            self._raise_failed_saves()
+
+    def _close_saves(self) -> None:
+        """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close(_PATIENCE_SECONDS if self._interrupted else None)
+            for error in queue.report(queue.ended):
+                log.error(f"{self.mesh}: {error}")
+        self._buffers.clear()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete an old one; not if the save that was to replace it has failed."""
+        if self._queue is not None:
+            self._queue.add(partial(self._remove, Path(filepath)), f"removing {filepath}")
+        else:
+            self._remove(Path(filepath))
+
+    def _remove(self, path: Path) -> None:
+        if self._last_save_failed:
+            rank_zero_warn(f"{path} is kept, because the last checkpoint could not be written.")
+        elif self.is_global_zero:
+            try:
+                remove(path)
+            except OSError as error:  # one too many is no reason to stop, and the other processes do not know of it
+                rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}")
+
+    # ---------------------------------------------------------------------------------------------- loading
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.finish_saves()
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return read_meta(path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.wait_for_weights()
+        if KEY in checkpoint and "directory" in checkpoint[KEY]:
+            self._load_model(checkpoint[KEY], strict)
+            return
+        local = local_state_dict(module, self.mesh, is_expert, checkpoint["state_dict"])
+        module.load_state_dict(local, strict=strict)
+        if self.sharded is not None:
+            load_masters(self.sharded, local)
+
+    def _load_model(self, meta: Mapping[str, Any], strict: bool) -> None:
+        directory = Path(meta["directory"])
+        state = self._training_state()
+        there = directories.index_of(directory)
+        wanted: dict[str, list[int]] = {}
+        for shapes in _gather_everywhere(state.shapes(), self._world_group()):
+            wanted |= shapes
+        saved = {name: list(shape) for name, shape in meta["shapes"].items()}
+        problems = directories.differences(wanted, saved, strict)
+        problems += [f"missing: {name}" for name in saved if MODEL + name not in there]
+        if problems:
+            raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(problems)}")
+        fragments, finish = state.model_to_read()
+        directories.load(directory, [part for part in fragments if part.name in there], self._world_group())
+        finish()
+        module = self.lightning_module
+        assert module is not None
+        if meta["other"]:
+            module.load_state_dict(meta["other"], strict=False)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if KEY not in checkpoint or "directory" not in checkpoint[KEY]:
+            if self.sharded is None:
+                super().load_optimizer_state_dict(checkpoint)
+            else:
+                load_full_optimizer_state(self.sharded, checkpoint["optimizer_states"][0])
+            return
+        meta = checkpoint[KEY]
+        self.skipped_steps = int(meta["skipped_steps"])
+        self._restore_random_state(meta)
+        if self.sharded is None:
+            return
+        directory = Path(meta["directory"])
+        fragments, state = self._training_state().optimizer_to_read(directories.index_of(directory), meta["scalars"])
+        options = group_options(self.sharded, meta["param_groups"])
+        directories.load(directory, fragments, self._world_group())
+        ids: dict[Any, int] = {}
+        for group in self.sharded.optimizer.param_groups:
+            for master in group["params"]:
+                ids[master] = len(ids)
+        groups = [
+            {**saved, "params": [ids[master] for master in group["params"]]}
+            for saved, group in zip(options, self.sharded.optimizer.param_groups, strict=True)
+        ]
+        numbered = {ids[master]: entries for master, entries in state.items()}
+        self.sharded.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _world_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.mesh.world.size > 1 else None
+
+    # ---------------------------------------------------------------------------------------------- random numbers
+
+    def _restore_random_state(self, meta: Mapping[str, Any]) -> None:
+        """Go on with the numbers of this rank. Another number of processes starts new, reproducible ones."""
+        states = meta["random"]
+        same = len(states) == self.mesh.world.size and self._topology() == meta["topology"]
+        self._resumed_random_state = states[self.mesh.rank] if same else None
+        restore_random_state(self._resumed_random_state, states[0], self.mesh.rank, self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._raise_failed_saves()
+        state, self._resumed_random_state = self._resumed_random_state, None
+        if state is not None and batch_idx > 0:
+            # In the middle of an epoch: making the iterator of the data took numbers that the first run did not take.
+            restore_random_state(state, state, self.mesh.rank, self.root_device)
+        super().on_train_batch_start(batch, batch_idx)
+
+
+def read_meta(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """What a sharded checkpoint holds besides tensors; :data:`KEY` in it says where those are.
+
+    Args:
+        path: the directory.
+        weights_only: ``False`` lets objects of the user's own classes in, and with them any code; trusted files only.
+
+    Raises:
+        CorruptCheckpoint: it is no sharded checkpoint of ours, damaged, or of a newer format.
+    """
+    if not (path / META).is_file() or not (path / directories.INDEX).is_file():
+        raise CorruptCheckpoint(
+            f"{path} is no sharded checkpoint: it needs {META} and {directories.INDEX}; weights in Hugging Face's or "
+            "our own format are loaded with OLMoE(pretrained=...)"
+        )
+    try:
+        meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CorruptCheckpoint(
+            f"{path / META} is damaged, or holds objects that are not loaded without trust ({reason})"
+        ) from error
+    if not isinstance(meta, dict) or KEY not in meta:
+        raise CorruptCheckpoint(f"{path / META} has no entry {KEY!r}: it was not written by MoEStrategy")
+    found = meta[KEY].get("format")
+    if not isinstance(found, int) or not 1 <= found <= FORMAT:
+        raise CorruptCheckpoint(
+            f"{path} has checkpoint format {found!r}, this version reads up to {FORMAT}; update olmoe-lightning"
+        )
+    meta[KEY]["directory"] = str(path)
+    return meta
+
+
+def _publish(temporary: Path, target: Path, everyone: list[dict[str, Any]], rest: dict[str, Any]) -> None:
+    """On rank 0: the parts that are not tensors, and then all of it under its name."""
+    entries = directories.SafeReader(temporary).read_metadata()
+    lost = sorted(
+        {info.relative_path for info in entries.storage_data.values()} - {p.name for p in temporary.iterdir()}
+    )
+    if lost:
+        raise SaveError(
+            f"no checkpoint was written to {target}: {', '.join(lost[:3])} of other processes cannot be seen from rank "
+            "0; all nodes must share the folder"
+        )
+    checkpoint = dict(rest["checkpoint"])
+    joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars")}
+    groups: dict[str, Any] = {}
+    for each in everyone:
+        for name, entry in joined.items():
+            entry.update(each[name])
+        groups = each["param_groups"] | groups
+    joined["random"] = [each["random"] for each in everyone]
+    joined["param_groups"] = list(groups.values())
+    checkpoint[KEY] = checkpoint[KEY] | joined
+    torch.save(checkpoint, temporary / META)
+    write_json(temporary / MANIFEST, rest["manifest"])
+    publish(temporary, target)
+
+
+def _share(target: Path, action: Callable[[], Any], rank: int, group: dist.ProcessGroup | None) -> Any:
+    """What rank 0 found by ``action``, on all processes; its failure, of any kind, is everyone's."""
+    outcome: list[Any] = [None, None]
+    cause: Exception | None = None
+    if rank == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:  # torch.save raises all kinds, and the others must not be left waiting
+            cause = error
+            outcome[1] = str(error)
+            if not isinstance(error, SaveError):
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                outcome[1] = f"no checkpoint was written to {target}: {kind}{error}"
+    if group is not None:
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise SaveError(outcome[1]) from cause
+    return outcome[0]
+
+
+def _gather(own: dict[str, Any], rank: int, size: int, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """What each process has, on rank 0; empty elsewhere."""
+    if group is None:
+        return [own]
+    found: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(own, found, dst=0, group=group)
+    return found or []
+
+
+def _gather_everywhere(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    if group is None:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all are; what is not finite makes the sum so, which is read once and takes no memory."""
+    if not values.is_floating_point() or bool(values.sum().isfinite()):
+        return True
+    return all(bool(part.isfinite().all()) for part in values.split(_CHUNK))  # a sum can also overflow

@@ -1,0 +1,107 @@
+"""Saves in the background: work that is done one after another, and the memory in which tensors wait for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class SaveQueue:
+    """A thread of its own for saving and removing checkpoints. All processes add the same work in the same order."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[tuple[Callable[[], None], str, Callable[[], None] | None] | None] = queue.Queue()
+        self._failed: list[tuple[int, BaseException]] = []
+        self._added = 0
+        self._reported = 0
+        self.ended = 0
+        """Jobs that are done or have failed; they end in the order in which they were added."""
+        # A process that is being ended must not wait for a save whose partners are gone.
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    @property
+    def unreported(self) -> bool:
+        """Whether there are jobs that :meth:`report` has not been asked about; the same on all processes."""
+        return self._added > self._reported
+
+    def add(self, job: Callable[[], None], name: str, finally_: Callable[[], None] | None = None) -> None:
+        """Do it when everything before it is done.
+
+        Args:
+            job: what to do.
+            name: for the traceback of an error.
+            finally_: called after it, also if it fails.
+        """
+        self._added += 1
+        self._jobs.put((job, name, finally_))
+
+    def drain(self) -> None:
+        """Return when nothing is left to do."""
+        self._jobs.join()
+
+    def report(self, ended: int) -> list[BaseException]:
+        """Errors of the first ``ended`` jobs, without those of earlier calls."""
+        self._reported = ended
+        found = [error for number, error in self._failed if number < ended]
+        del self._failed[: len(found)]
+        return found
+
+    def close(self, patience: float | None = None) -> None:
+        """End the thread when all is done.
+
+        Args:
+            patience: seconds to wait for it; ``None``: as long as it takes.
+        """
+        self._jobs.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, name, finally_ = job
+            try:
+                work()
+            except BaseException as error:  # torch has some that are no Exception; the thread must go on
+                error.add_note(f"while {name}")
+                self._failed.append((self.ended, error))
+            finally:
+                if finally_ is not None:
+                    finally_()
+                del job, work, finally_  # they hold tensors; the next job may be long in coming
+                self.ended += 1
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+
+class CopyBuffers:
+    """Host memory for copies of tensors. It is kept for the next ones: fresh pages take longer than copying."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the CPU, which are the caller's until :meth:`give_back`."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        fitting = len(kept) == len(tensors) and all(
+            old.shape == new.shape and old.dtype == new.dtype for old, new in zip(kept, tensors, strict=True)
+        )
+        copies = kept if fitting else [torch.empty(value.shape, dtype=value.dtype) for value in tensors]
+        for target, source in zip(copies, tensors, strict=True):
+            target.copy_(source.detach())
+        return copies
+
+    def give_back(self, copies: list[Tensor]) -> None:
+        """Keep them for the next call; one set, even if several saves overlapped."""
+        with self._lock:
+            self._kept = copies
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        with self._lock:
+            self._kept = []

@@ -51,7 +51,7 @@ Train (PyTorch Lightning; each has --help and --print_config):
 Tools (each has --help):
   generate   write text:           olmoe-lightning generate --checkpoint PATH.ckpt --prompt "def "
   tokenize   text to a token file: olmoe-lightning tokenize texts/ --output tokens.npy --tokenizer bpe:8192
-  convert    Hugging Face OLMoE in and out:
+  convert    between checkpoints, Hugging Face OLMoE and single files; dense models to experts:
                                    olmoe-lightning convert --from-hf DIR --to-native DIR
   parity     compare training on several processes with one process:
                                    olmoe-lightning parity --devices 4 --expert-parallel 2

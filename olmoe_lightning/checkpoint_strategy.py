@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint import sharded as directories
+from olmoe_lightning.checkpoint.meta import FORMAT, KEY, META, MODEL, read_meta
 from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary_beside
 from olmoe_lightning.checkpoint.safetensors_dir import shortened
 from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint, Fragment
@@ -28,22 +31,20 @@ from olmoe_lightning.parallel.full_state import (
     full_optimizer_state,
     full_state_dict,
     group_options,
+    groups_of_parameters,
     load_full_optimizer_state,
     load_masters,
     local_state_dict,
     named_groups,
+    refuse_other_groups,
 )
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 from olmoe_lightning.random_state import capture_random_state, restore_random_state
 from olmoe_lightning.save_queue import CopyBuffers, SaveQueue
-from olmoe_lightning.training_state import MODEL, TrainingState
+from olmoe_lightning.training_state import OPTIMIZER, TrainingState
 
 log = logging.getLogger(__name__)
 
-KEY = "moe_checkpoint"
-"""Entry of a checkpoint's dictionary that belongs to the strategy."""
-FORMAT = 1
-META = "meta.pt"
 _CHUNK = 2**20
 _PATIENCE_SECONDS = 10.0
 MANIFEST = "manifest.json"
@@ -94,12 +95,18 @@ class CheckpointStrategy(ExpertStrategy):
         self._buffers = CopyBuffers()
         self._save_group: dist.ProcessGroup | None = None
         self._last_save_failed = False
+        self._room = threading.Semaphore(2)
+        self._queued: list[str] = []
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None  # of this run, on rank 0
         self._resumed_random_state: dict[str, Any] | None = None
 
     def _settle(self) -> None:
         """Wait for weights that are on their way, and make buffers equal."""
+        raise NotImplementedError
+
+    def _close_optimizer(self) -> None:
+        """Forget the optimizer of a run that is over."""
         raise NotImplementedError
 
     def wait_for_weights(self) -> None:
@@ -142,7 +149,7 @@ class CheckpointStrategy(ExpertStrategy):
             self._last_save_failed = True  # what this one was to replace stays
             return
         if self.state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._save_file(checkpoint, filepath, storage_options)
             return
         if "://" in str(filepath) or storage_options is not None:
             raise ValueError(
@@ -153,18 +160,40 @@ class CheckpointStrategy(ExpertStrategy):
         if self.async_save and self._is_fitting():
             self._raise_failed_saves()
             fragments, own, rest = self._snapshot(checkpoint)
+            self._room.acquire()  # at most one is written while another one waits: each holds a copy
             buffers = self._buffers.copy([part.values for part in fragments])  # training goes on and changes them
             fragments = [
                 Fragment(part.name, part.size, part.start, values)
                 for part, values in zip(fragments, buffers, strict=True)
             ]
             write = partial(self._write, Path(filepath), fragments, *copy.deepcopy((own, rest)))
-            self._save_queue().add(write, f"saving {filepath}", finally_=partial(self._buffers.give_back, buffers))
+            self._queued.append(str(filepath))
+            self._save_queue().add(write, f"saving {filepath}", partial(self._saved, str(filepath), buffers))
             return
         if self._queue is not None:
             self._queue.drain()
         try:
             self._write(Path(filepath), *self._snapshot(checkpoint))
+        except SaveError as error:
+            self._report(error)
+
+    def _saved(self, filepath: str, buffers: list[Tensor]) -> None:
+        """A save in the background has ended."""
+        self._buffers.give_back(buffers)
+        self._queued.remove(filepath)
+        self._room.release()
+
+    def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """One file, by rank 0; if it cannot be written all processes know."""
+        self._last_save_failed = True
+        random = capture_random_state(self.root_device)
+        states = _gather({"random": random}, self.mesh.rank, self.mesh.world.size, self._world_group())
+        own = {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps}
+        checkpoint = checkpoint | {KEY: own | {"random": [state["random"] for state in states]}}
+        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        try:
+            _share(filepath, write, self.mesh.rank, self._world_group())
+            self._last_save_failed = False
         except SaveError as error:
             self._report(error)
 
@@ -184,19 +213,30 @@ class CheckpointStrategy(ExpertStrategy):
             "random": capture_random_state(self.root_device),
             "scalars": {},
             "param_groups": {},
+            "group_of": {},
+            "problems": [],
+            "trained": state.trained_names(),
         }
         if "optimizer_states" in checkpoint and self.sharded is not None:
-            more, own["scalars"] = state.optimizer_to_write()
+            more, own["scalars"], own["problems"] = state.optimizer_to_write()
             fragments += more
             own["param_groups"] = named_groups(self.sharded)
+            own["group_of"] = groups_of_parameters(self.sharded)
         checkpoint = checkpoint | {
             "state_dict": {},  # it lies beside this dictionary
             KEY: {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps},
         }
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        if self._manifest is None:  # asks git and the data; once for all checkpoints of a run
-            self._manifest = build_manifest(trainer, trainer.lightning_module) if self.is_global_zero else {}
+        if self._manifest is None and self.is_global_zero:  # asks git and the data; once for all checkpoints of a run
+            self._manifest = self._make_manifest()
         return fragments, own, {"checkpoint": checkpoint, "manifest": self._manifest}
+
+    def _make_manifest(self) -> dict[str, Any]:
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        try:
+            return build_manifest(trainer, trainer.lightning_module)
+        except Exception as error:  # of a stranger's data module, on rank 0 alone: no reason to lose a checkpoint
+            rank_zero_warn(f"Checkpoints of this run have an empty {MANIFEST}: {type(error).__name__}: {error}")
+            return {}
 
     def _topology(self) -> dict[str, int]:
         shape = self.mesh.shape
@@ -210,7 +250,7 @@ class CheckpointStrategy(ExpertStrategy):
         """
         self._last_save_failed = True
         group, rank = self._group_for_saving(), self.mesh.rank
-        bad = sorted({part.name for part in fragments if not _finite(part.values)})
+        bad = sorted({part.name for part in fragments if _must_be_finite(part, own) and not _finite(part.values)})
         everyone = _gather(own | {"bad": bad}, rank, self.mesh.world.size, group)
         temporary = Path(_share(target, partial(self._begin, target, everyone), rank, group))
         try:
@@ -227,6 +267,12 @@ class CheckpointStrategy(ExpertStrategy):
 
     def _begin(self, target: Path, everyone: list[dict[str, Any]]) -> str:
         """On rank 0: may there be a checkpoint, and where is it written first?"""
+        problems = [problem for each in everyone for problem in each["problems"]]
+        if problems:
+            raise SaveError(
+                f"no checkpoint was written to {target}: {problems[0]}, and experts of several processes have no such "
+                "state together; take an optimizer whose state is element by element, or expert_parallel_size=1"
+            )
         bad = sorted({name for each in everyone for name in each["bad"]})
         if bad:
             raise SaveError(
@@ -235,6 +281,17 @@ class CheckpointStrategy(ExpertStrategy):
             )
         self._clean(target.parent)
         return str(temporary_beside(target))
+
+    @override
+    def _before_launch(self, trainer: Trainer) -> None:
+        """Put in order what killed runs have left, before Lightning looks for the last checkpoint."""
+        super()._before_launch(trainer)
+        self._cleaned = set()
+        if getattr(rank_zero_only, "rank", 0) == 0 and self.state_dict_type == "sharded":
+            for callback in trainer.checkpoint_callbacks:
+                folder = getattr(callback, "dirpath", None)
+                if folder is not None and "://" not in str(folder):
+                    self._clean(Path(folder))
 
     def _clean(self, folder: Path) -> None:
         """Remove what killed saves have left in a folder; once a run, on rank 0, which alone makes such things."""
@@ -264,14 +321,24 @@ class CheckpointStrategy(ExpertStrategy):
     def _open_save_group(self) -> None:
         """Make ready for the saves of a run; collective. Those in the background get a group of their own."""
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        self._cleaned, self._manifest = set(), None
+        self._manifest = None
         if self.async_save and self.mesh.world.size > 1 and self._save_group is None:
             self._save_group = dist.new_group(backend="gloo", timeout=self.timeout)
-        if trainer.state.fn == TrainerFn.FITTING and self.is_global_zero and self.state_dict_type == "sharded":
-            folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-            for folder in folders:
-                if folder is not None and "://" not in str(folder):
-                    self._clean(Path(folder))
+        if self.async_save:
+            for callback in trainer.checkpoint_callbacks:
+                self._count_queued_as_there(callback)
+
+    def _count_queued_as_there(self, callback: Any) -> None:
+        """ModelCheckpoint takes another name where there is a file already; one that is being written counts."""
+        exists = getattr(type(callback), "file_exists", None)
+        if exists is None:
+            return
+
+        def file_exists(filepath: Any, trainer: Trainer) -> bool:
+            queued = self.reduce_boolean_decision(str(filepath) in self._queued, all=False)
+            return bool(exists(callback, filepath, trainer)) or queued
+
+        callback.file_exists = file_exists
 
     def _report(self, error: SaveError) -> None:
         """Raise or warn, as the user wants it."""
@@ -323,12 +390,14 @@ class CheckpointStrategy(ExpertStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete an old one; not if the save that was to replace it has failed."""
-        if self._queue is not None:
-            self._queue.add(partial(self._remove, Path(filepath)), f"removing {filepath}")
+        if "://" in str(filepath) or self.state_dict_type == "full":
+            self._remove(filepath, super().remove_checkpoint)
+        elif self._queue is not None:
+            self._queue.add(partial(self._remove, Path(filepath), remove), f"removing {filepath}")
         else:
-            self._remove(Path(filepath))
+            self._remove(Path(filepath), remove)
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: Any, remove_it: Callable[[Any], None]) -> None:
         if self._last_save_failed:
             rank_zero_warn(f"{path} is kept, because the last checkpoint could not be written.")
         elif self.is_global_zero:
@@ -345,13 +414,21 @@ class CheckpointStrategy(ExpertStrategy):
         path = Path(checkpoint_path)
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return read_meta(path, weights_only)
+        meta = read_meta(path, weights_only)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in meta:  # type: ignore[union-attr]
+            raise ValueError(
+                f"{path} holds weights without the state of a training run; start from them with "
+                "OLMoE(pretrained=...) (--model.pretrained), or load them into your module, instead of with ckpt_path"
+            )
+        return meta
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
         self.wait_for_weights()
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            self._close_optimizer()  # of an earlier fit: its masters are not those of the weights that come now
         if KEY in checkpoint and "directory" in checkpoint[KEY]:
             self._load_model(checkpoint[KEY], strict)
             return
@@ -369,7 +446,7 @@ class CheckpointStrategy(ExpertStrategy):
             wanted |= shapes
         saved = {name: list(shape) for name, shape in meta["shapes"].items()}
         problems = directories.differences(wanted, saved, strict)
-        problems += [f"missing: {name}" for name in saved if MODEL + name not in there]
+        problems += [f"without values: {name.removeprefix(MODEL)}" for name in meta["tensors"] if name not in there]
         if problems:
             raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(problems)}")
         fragments, finish = state.model_to_read()
@@ -382,6 +459,9 @@ class CheckpointStrategy(ExpertStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if KEY in checkpoint:
+            self.skipped_steps = int(checkpoint[KEY]["skipped_steps"])
+            self._restore_random_state(checkpoint[KEY])
         if KEY not in checkpoint or "directory" not in checkpoint[KEY]:
             if self.sharded is None:
                 super().load_optimizer_state_dict(checkpoint)
@@ -389,10 +469,9 @@ class CheckpointStrategy(ExpertStrategy):
                 load_full_optimizer_state(self.sharded, checkpoint["optimizer_states"][0])
             return
         meta = checkpoint[KEY]
-        self.skipped_steps = int(meta["skipped_steps"])
-        self._restore_random_state(meta)
         if self.sharded is None:
             return
+        refuse_other_groups(self.sharded, meta["group_of"])
         directory = Path(meta["directory"])
         fragments, state = self._training_state().optimizer_to_read(directories.index_of(directory), meta["scalars"])
         options = group_options(self.sharded, meta["param_groups"])
@@ -430,39 +509,6 @@ class CheckpointStrategy(ExpertStrategy):
         super().on_train_batch_start(batch, batch_idx)
 
 
-def read_meta(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """What a sharded checkpoint holds besides tensors; :data:`KEY` in it says where those are.
-
-    Args:
-        path: the directory.
-        weights_only: ``False`` lets objects of the user's own classes in, and with them any code; trusted files only.
-
-    Raises:
-        CorruptCheckpoint: it is no sharded checkpoint of ours, damaged, or of a newer format.
-    """
-    if not (path / META).is_file() or not (path / directories.INDEX).is_file():
-        raise CorruptCheckpoint(
-            f"{path} is no sharded checkpoint: it needs {META} and {directories.INDEX}; weights in Hugging Face's or "
-            "our own format are loaded with OLMoE(pretrained=...)"
-        )
-    try:
-        meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CorruptCheckpoint(
-            f"{path / META} is damaged, or holds objects that are not loaded without trust ({reason})"
-        ) from error
-    if not isinstance(meta, dict) or KEY not in meta:
-        raise CorruptCheckpoint(f"{path / META} has no entry {KEY!r}: it was not written by MoEStrategy")
-    found = meta[KEY].get("format")
-    if not isinstance(found, int) or not 1 <= found <= FORMAT:
-        raise CorruptCheckpoint(
-            f"{path} has checkpoint format {found!r}, this version reads up to {FORMAT}; update olmoe-lightning"
-        )
-    meta[KEY]["directory"] = str(path)
-    return meta
-
-
 def _publish(temporary: Path, target: Path, everyone: list[dict[str, Any]], rest: dict[str, Any]) -> None:
     """On rank 0: the parts that are not tensors, and then all of it under its name."""
     entries = directories.SafeReader(temporary).read_metadata()
@@ -475,7 +521,7 @@ def _publish(temporary: Path, target: Path, everyone: list[dict[str, Any]], rest
             "0; all nodes must share the folder"
         )
     checkpoint = dict(rest["checkpoint"])
-    joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars")}
+    joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars", "group_of")}
     groups: dict[str, Any] = {}
     for each in everyone:
         for name, entry in joined.items():
@@ -483,13 +529,14 @@ def _publish(temporary: Path, target: Path, everyone: list[dict[str, Any]], rest
         groups = each["param_groups"] | groups
     joined["random"] = [each["random"] for each in everyone]
     joined["param_groups"] = list(groups.values())
+    joined["tensors"] = sorted(entries.state_dict_metadata)
     checkpoint[KEY] = checkpoint[KEY] | joined
     torch.save(checkpoint, temporary / META)
     write_json(temporary / MANIFEST, rest["manifest"])
     publish(temporary, target)
 
 
-def _share(target: Path, action: Callable[[], Any], rank: int, group: dist.ProcessGroup | None) -> Any:
+def _share(target: Any, action: Callable[[], Any], rank: int, group: dist.ProcessGroup | None) -> Any:
     """What rank 0 found by ``action``, on all processes; its failure, of any kind, is everyone's."""
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
@@ -524,6 +571,11 @@ def _gather_everywhere(own: dict[str, Any], group: dist.ProcessGroup | None) -> 
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     return found
+
+
+def _must_be_finite(part: Fragment, own: dict[str, Any]) -> bool:
+    """What is trained, and the optimizer's state of it; a buffer (a mask) may hold what it likes."""
+    return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in own["trained"]
 
 
 def _finite(values: Tensor) -> bool:

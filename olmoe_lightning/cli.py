@@ -25,6 +25,7 @@ from typing_extensions import override
 import olmoe_lightning
 from olmoe_lightning.callbacks import WritePredictions  # its room too: YAML may name the callbacks without it
 from olmoe_lightning.checkpoint import convert, read_config, read_tokenizer
+from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
 from olmoe_lightning.manifest import (
@@ -211,6 +212,17 @@ class OLMoECLI(LightningCLI):
             files = [after for word, after in itertools.pairwise(words) if word in ("-c", "--config")]
             raise UsageError(f"{', '.join(files)}: {error}") from error
         self._asked = self.config.clone()
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lays a file's hyperparameters over the configuration; here a directory's too."""
+        super()._parse_ckpt_path()
+        path = Path((self.config.get(self.config.subcommand) or {}).get("ckpt_path") or "")
+        if path.name and path.is_dir():
+            settings = read_meta(path).get("hyper_parameters") or {}
+            known = inspect.signature(OLMoE.__init__).parameters
+            settings = {name: value for name, value in settings.items() if name in known}
+            self.config = self.parser.parse_object({self.config.subcommand: {"model": settings}}, self.config)
 
     @override
     def before_instantiate_classes(self) -> None:

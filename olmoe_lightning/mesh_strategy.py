@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
@@ -26,6 +29,33 @@ from olmoe_lightning._lightning import (
 from olmoe_lightning.parallel import Mesh, MeshShape
 
 log = logging.getLogger(__name__)
+
+
+class Launcher(ScriptLauncher):
+    """Lightning's, which starts one process per device unless somebody else has; with a hook.
+
+    Args:
+        cluster_environment: as there.
+        num_processes: as there.
+        num_nodes: as there.
+        before: called with the Trainer in each process, before a run begins.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        before: Callable[[Trainer], None],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._before = before
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            self._before(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -106,7 +136,10 @@ class MeshStrategy(ParallelStrategy):
         # Sizes that do not fit are told before a process is started.
         world = max(self.num_nodes * self.num_processes, 1)
         MeshShape.of_world(world, self.pipeline_parallel_size, self.expert_parallel_size)
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self._before_launch)
+
+    def _before_launch(self, trainer: Trainer) -> None:
+        """A run is asked for; nothing has been looked up for it yet, and no process been started."""
 
     def set_world_ranks(self) -> None:
         """Tell environment and rank-zero helpers the global rank; called by the Trainer."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from olmoe_lightning.checkpoint.meta import MODEL
 from olmoe_lightning.checkpoint.sharded import Fragment
-from olmoe_lightning.parallel.buffers import Bucket
+from olmoe_lightning.parallel.buffers import Bucket, Piece
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 
-MODEL = "state_dict."
 OPTIMIZER = "optimizer."
 
 
@@ -47,18 +47,23 @@ class TrainingState:
         """Parameters and kept buffers of this process by name; tied ones under their first name."""
         self.aliases: dict[str, str] = {}
         """Second names of tied tensors."""
-        seen: dict[int, str] = {}
         self.other: dict[str, Any] = {}
-        """What a module keeps in its ``state_dict`` that is no tensor."""
+        """What a module makes for its ``state_dict`` and takes back from it: extra state, values from hooks."""
+        self._names: dict[int, str] = {}
+        held = {id(value) for value in (*module.parameters(), *module.buffers())}
         for name, value in module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                self.other[name] = value
-            elif id(value) in seen:
-                self.aliases[name] = seen[id(value)]
-            else:
-                seen[id(value)] = name
+            if id(value) not in held:
+                self.other[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            elif id(value) in self._names:
+                self.aliases[name] = self._names[id(value)]
+            elif value.numel():
+                self._names[id(value)] = name
                 self.tensors[name] = value
-        self._names = {id(value): name for name, value in self.tensors.items()}
+        for name, parameter, _ in sharded.parameters if sharded is not None else ():
+            if id(parameter) not in self._names:  # a module may leave it out of its state; its moments need a name
+                self._names[id(parameter)] = name
+                if parameter.numel():
+                    self.tensors[name] = parameter
 
     def shapes(self) -> dict[str, list[int]]:
         """Global shape of each tensor of this process."""
@@ -68,7 +73,9 @@ class TrainingState:
 
     def model_to_write(self) -> list[Fragment]:
         """What this process writes of the model: fp32 masters of what is trained, the rest as it is."""
-        found = self._pieces_to_write(MODEL, lambda master: master.detach())
+        # After the run the parameters are on their own: the masters' values, or what was put there since.
+        over = self.sharded is not None and self.sharded.closed
+        found = self._pieces_to_write(MODEL, lambda piece, parameter: _own_values(piece, parameter, over))
         trained = self._trained()
         for name, value in self.tensors.items():
             if id(value) not in trained:
@@ -76,33 +83,45 @@ class TrainingState:
                 found.append(self._own_part(MODEL + name, value, whole, 0, self._replicas(value)))
         return found
 
-    def optimizer_to_write(self) -> tuple[list[Fragment], dict[str, dict[str, Any]]]:
-        """What this process writes of the optimizer's state: ranges, and scalars by parameter and key."""
+    def trained_names(self) -> set[str]:
+        """Of the tensors that the optimizer changes."""
+        return {self._names[number] for number in self._trained()}
+
+    def optimizer_to_write(self) -> tuple[list[Fragment], dict[str, dict[str, Any]], list[str]]:
+        """What this process writes of the optimizer's state: ranges, scalars by parameter and key; and what it cannot.
+
+        State that is neither one number nor one for each element (row and column sums, for example) belongs to a whole
+        parameter, and so to no process where the experts are spread.
+        """
         fragments: list[Fragment] = []
         scalars: dict[str, dict[str, Any]] = {}
+        problems: list[str] = []
         if self.sharded is None:
-            return fragments, scalars
+            return fragments, scalars, problems
         state = self.sharded.optimizer.state
         keys: dict[str, None] = {}
-        for name, _, index in self.sharded.parameters:
+        for _, parameter, index in self.sharded.parameters:
+            name = self._names[id(parameter)]
             piece = self.sharded.pieces.get(index)
             for key, item in state.get(piece.master, {}).items() if piece is not None else ():
                 assert piece is not None
                 if is_range(item, piece.master):
                     keys[key] = None
-                else:
-                    scalars.setdefault(name, {})[key] = item.detach().cpu() if isinstance(item, Tensor) else item
+                    continue
+                if isinstance(item, Tensor) and item.ndim and self._spread(parameter) and self.mesh.expert.size > 1:
+                    problems.append(f"{key} of {name} has the shape {list(item.shape)}, not that of the parameter")
+                scalars.setdefault(name, {})[key] = item.detach().cpu() if isinstance(item, Tensor) else item
         for key in keys:
 
-            def entry(master: nn.Parameter, key: str = key) -> Tensor | None:
-                item = state.get(master, {}).get(key)
-                return item if item is not None and is_range(item, master) else None
+            def entry(piece: Piece, parameter: nn.Parameter, key: str = key) -> Tensor | None:
+                item = state.get(piece.master, {}).get(key)
+                return _flat(item) if item is not None and is_range(item, piece.master) else None
 
             fragments += self._pieces_to_write(OPTIMIZER, entry, f".{key}")
-        return fragments, scalars
+        return fragments, scalars, problems
 
     def _pieces_to_write(
-        self, prefix: str, values: Callable[[nn.Parameter], Tensor | None], suffix: str = ""
+        self, prefix: str, values: Callable[[Piece, nn.Parameter], Tensor | None], suffix: str = ""
     ) -> list[Fragment]:
         found: list[Fragment] = []
         if self.sharded is None:
@@ -110,12 +129,12 @@ class TrainingState:
         whole = {piece.number for group in self.sharded.groups if _replicated(group) for piece in group.pieces}
         for _, parameter, index in self.sharded.parameters:
             piece = self.sharded.pieces.get(index)
-            value = values(piece.master) if piece is not None else None
+            value = values(piece, parameter) if piece is not None else None
             if piece is None or value is None:
                 continue
             axis = self.sharded.axis_of[parameter] if index in whole else None
             name = prefix + self._names[id(parameter)] + suffix
-            found.append(self._own_part(name, parameter, _flat(value), piece.start, axis))
+            found.append(self._own_part(name, parameter, value, piece.start, axis))
         return found
 
     def _own_part(self, name: str, tensor: Tensor, flat: Tensor, start: int, axis: Axis | None) -> Fragment:
@@ -132,21 +151,24 @@ class TrainingState:
         found: list[Fragment] = []
         copies: list[tuple[Tensor, Tensor]] = []
         trained = self._trained()
+
+        def flat(value: Tensor) -> Tensor:
+            """The values themselves, or a place from which they are copied in the end."""
+            if value.is_contiguous():
+                return value.detach().view(-1)
+            copies.append((value.detach(), torch.empty(value.shape, dtype=value.dtype, device=value.device)))
+            return copies[-1][1].view(-1)
+
         if self.sharded is not None:
             for _, parameter, index in self.sharded.parameters:
                 piece = self.sharded.pieces.get(index)
                 if piece is not None:
                     name = MODEL + self._names[id(parameter)]
                     start = self._first(parameter) + piece.start
-                    found.append(Fragment(name, self._size(parameter), start, _flat(piece.master.detach())))
+                    found.append(Fragment(name, self._size(parameter), start, flat(piece.master)))
         for name, value in self.tensors.items():
-            if id(value) in trained:
-                continue
-            flat = value.detach()
-            if not flat.is_contiguous():
-                flat = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                copies.append((value.detach(), flat))
-            found.append(Fragment(MODEL + name, self._size(value), self._first(value), flat.view(-1)))
+            if id(value) not in trained:
+                found.append(Fragment(MODEL + name, self._size(value), self._first(value), flat(value)))
 
         def finish() -> None:
             for target, source in copies:
@@ -181,10 +203,10 @@ class TrainingState:
                 continue
             entries: dict[str, Any] = {}
             for key in keys.get(name, ()):
-                entries[key] = torch.zeros_like(piece.master, requires_grad=False)
+                flat = torch.zeros(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
+                entries[key] = flat.view(piece.master.shape)
                 start = self._first(parameter) + piece.start
-                full = f"{OPTIMIZER}{name}.{key}"
-                fragments.append(Fragment(full, self._size(parameter), start, entries[key].view(-1)))
+                fragments.append(Fragment(f"{OPTIMIZER}{name}.{key}", self._size(parameter), start, flat))
             for key, item in scalars.get(name, {}).items():
                 entries[key] = item.clone() if isinstance(item, Tensor) else item
             state[piece.master] = entries
@@ -212,6 +234,13 @@ class TrainingState:
 
     def _first(self, tensor: Tensor) -> int:
         return self.mesh.expert.rank * tensor.numel() if self._spread(tensor) else 0
+
+
+def _own_values(piece: Piece, parameter: nn.Parameter, over: bool) -> Tensor:
+    """Of a piece, flat: those of the optimizer, or of the parameter when it is ``over``."""
+    if over:
+        return _flat(parameter.detach())[piece.start : piece.stop].to(torch.float32)
+    return _flat(piece.master.detach())
 
 
 def is_range(item: Any, master: nn.Parameter) -> bool:

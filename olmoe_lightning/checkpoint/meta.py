@@ -40,9 +40,8 @@ from olmoe_lightning.checkpoint.sharded import (
     INDEX,
     CorruptCheckpoint,
     Fragment,
+    FragmentReader,
     SafeReader,
-    _Load,
-    _quietly,
     differences,
     load,
 )
@@ -103,7 +102,14 @@ def new_meta(
         shapes: of its tensors, by name.
         more: further entries, for hooks.
     """
-    empty: dict[str, Any] = {"aliases": {}, "other": {}, "scalars": {}, "random": [], "param_groups": []}
+    empty: dict[str, Any] = {
+        "aliases": {},
+        "other": {},
+        "scalars": {},
+        "random": [],
+        "param_groups": [],
+        "group_of": {},
+    }
     own = {"format": FORMAT, "topology": {"pipeline": 1, "expert_replica": 1, "expert": 1}, "skipped_steps": 0}
     return {
         "epoch": 0,
@@ -112,7 +118,12 @@ def new_meta(
         "state_dict": {},
         "hyper_parameters": dict(hyper_parameters),
         **more,
-        KEY: own | empty | {"shapes": {name: list(shape) for name, shape in shapes.items()}},
+        KEY: own
+        | empty
+        | {
+            "shapes": {name: list(shape) for name, shape in shapes.items()},
+            "tensors": sorted(MODEL + name for name in shapes),
+        },
     }
 
 
@@ -229,7 +240,7 @@ class ShardedStore:
             self._kept = None  # before there is another
             entry = self._entry(name)
             values = torch.empty(length, dtype=entry.properties.dtype)
-            planner = _Load([Fragment(name, int(entry.size[0]), begin, values)])
+            planner = FragmentReader([Fragment(name, int(entry.size[0]), begin, values)])
             planner.set_up_planner({}, self._metadata)
             try:
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
@@ -268,6 +279,8 @@ def _index(reader: SafeReader, directory: Path, shapes: Mapping[str, list[int]])
     problems = []
     sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
     for name, shape in shapes.items():
+        if not math.prod(shape):
+            continue  # nothing of it is stored
         entry = metadata.state_dict_metadata.get(MODEL + name)
         if not isinstance(entry, TensorStorageMetadata):
             problems.append(f"{name} is not in {INDEX}")
@@ -332,8 +345,7 @@ def write_sharded(
     # No copying ahead: else fragments would be read by their size, and several at a time.
     writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
     try:
-        with _quietly():
-            save({}, storage_writer=writer, planner=_Stream(fragments, advance), no_dist=True)
+        save({}, storage_writer=writer, planner=_Stream(fragments, advance), no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error  # reading failed, or the disk is full
     torch.save(dict(meta), directory / META)

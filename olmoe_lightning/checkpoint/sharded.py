@@ -10,12 +10,11 @@ unpickler that knows the classes of an index and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from typing_extensions import override
+
+# One process alone is what was asked for. Not around the call: filters are the whole process', and threads save too.
+warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
 
 INDEX = ".metadata"
 """The file of the directory that says which range is where; it is written last."""
@@ -103,12 +105,9 @@ def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     Raises:
         WriteError: a process could not write, or a tensor has no complete set of fragments, or some that overlap.
     """
-    writer = FileSystemWriter(directory, sync_files=False)  # made durable all at once when it is published
+    writer = FileSystemWriter(directory, sync_files=True)  # each machine makes durable what it wrote
     try:
-        with _quietly():
-            save_checkpoint(
-                {}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=group is None
-            )
+        save_checkpoint({}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise WriteError(_reasons(error)) from error
 
@@ -121,22 +120,12 @@ def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     """
     reader = SafeReader(directory)
     try:
-        with _quietly():
-            load_checkpoint(
-                {}, storage_reader=reader, planner=_Load(fragments), process_group=group, no_dist=group is None
-            )
+        planner = FragmentReader(fragments)
+        load_checkpoint({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CorruptCheckpoint(
             f"{directory} cannot be read, it is damaged or incomplete ({_reasons(error)})"
         ) from error
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's warning that one process alone is one process alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
-        yield
 
 
 def _reasons(error: CheckpointException) -> str:
@@ -260,7 +249,7 @@ class _Save(SavePlanner):
         return self.fragments[write_item.index.fqn, write_item.index.offset[0]].values.detach()
 
 
-class _Load(LoadPlanner):
+class FragmentReader(LoadPlanner):
     """Reads into fragments."""
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -277,9 +266,16 @@ class _Load(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for fragment in self.fragments.values():
-            if fragment.values.numel():
-                entry: Any = self.entries[fragment.name]
-                items += create_read_items_for_chunk_list(fragment.name, entry, [fragment.chunk])
+            if not fragment.values.numel():
+                continue
+            entry: Any = self.entries.get(fragment.name)
+            if entry is None or entry.size[0] != fragment.size:
+                there = "not there" if entry is None else f"{entry.size[0]} elements there"
+                raise ValueError(f"{fragment.name} has {fragment.size} elements here and is {there}")
+            found = create_read_items_for_chunk_list(fragment.name, entry, [fragment.chunk])
+            if sum(item.lengths[0] for item in found) != fragment.values.numel():
+                raise ValueError(f"{fragment.name} is not complete")
+            items += found
         return LoadPlan(items)
 
     @override

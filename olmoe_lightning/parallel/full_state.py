@@ -183,6 +183,30 @@ def named_groups(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     return {group.get("name", str(place)): group for place, group in enumerate(options)}
 
 
+def groups_of_parameters(sharded: ShardedOptimizer) -> dict[str, str]:
+    """The parameter group of each trained parameter of this process, by name or position as :func:`named_groups`."""
+    numbers = sharded.numbering()
+    group_of: dict[int, str] = {}
+    for place, (group, ids) in enumerate(zip(sharded.optimizer.param_groups, numbers.groups, strict=True)):
+        group_of.update(dict.fromkeys(ids, str(group.get("name", place))))
+    return {name: group_of[numbers.of_parameter[index]] for name, _, index in sharded.parameters}
+
+
+def refuse_other_groups(sharded: ShardedOptimizer, saved: Mapping[str, str]) -> None:
+    """Stop if a parameter was in another group when the checkpoint was written: it would get the other's options.
+
+    Raises:
+        ValueError: says which first.
+    """
+    here = groups_of_parameters(sharded)
+    moved = [name for name, group in here.items() if name in saved and saved[name] != group]
+    if moved:
+        raise ValueError(
+            f"{len(moved)} parameters are in other parameter groups than when the checkpoint was written, for example "
+            f"{moved[0]} in {here[moved[0]]!r} instead of {saved[moved[0]]!r}; configure the optimizer as it was"
+        )
+
+
 def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter by its name; on rank 0, empty elsewhere; collective."""
     optimizer = sharded.optimizer

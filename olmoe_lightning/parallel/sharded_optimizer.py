@@ -91,6 +91,8 @@ class ShardedOptimizer:
         attach_grads: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self.closed = False
+        """Whether the run is over."""
         self.mesh = mesh
         self.overlap_reduce = overlap_reduce
         trained = [
@@ -335,7 +337,8 @@ class ShardedOptimizer:
         return values
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, which are on their own from now on."""
+        self.closed = True
         self.finish_gather()
         for hook in self._hooks:
             hook.remove()

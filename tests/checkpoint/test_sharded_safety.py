@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, OLMoE
+from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import convert, load_pretrained, read, read_config, read_tokenizer, sharded
 from olmoe_lightning.checkpoint.layout import native_shapes
 from olmoe_lightning.checkpoint.meta import META, new_meta
@@ -26,7 +28,24 @@ CONFIG = ModelConfig(
     expert_hidden=4,
 )
 
+
+def validate(path):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MoEStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batches = DataLoader([{"input_ids": tokens, "labels": tokens}], batch_size=None)
+    trainer.validate(OLMoE(CONFIG), batches, ckpt_path=path, verbose=False)
+
+
 WAYS = {
+    "validate": validate,
     "convert": lambda path: convert(from_native=str(path), to_hf=str(path.parent / "out")),
     "read": lambda path: read(str(path)),
     "load_from_checkpoint": lambda path: OLMoE.load_from_checkpoint(path),

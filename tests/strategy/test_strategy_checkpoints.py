@@ -129,7 +129,8 @@ def test_the_file_is_what_a_plain_process_can_load(files, topology):
 
 @pytest.mark.parametrize("topology", ["2x1", "1x2"])
 def test_the_file_is_not_larger_than_lightnings_own(files, topology):
-    assert files[topology, 1].stat().st_size < 1.05 * files["stock", 1].stat().st_size
+    random_states = 2 * 16_000  # of both processes; Lightning keeps none
+    assert files[topology, 1].stat().st_size < 1.05 * files["stock", 1].stat().st_size + random_states
 
 
 class SavesItself(Callback):

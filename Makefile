@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity slow lint format types bench clean
+.PHONY: help train test parity slow soak lint format types bench clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
 	@echo "make test    set up .venv for tests and run them"
 	@echo "make parity  every topology against one process (a part of it is in make test)"
 	@echo "make slow    tests of the commands that take long (benchmarks)"
+	@echo "make soak    kill training 50 times while it saves, and count what survives"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
 	@echo "make types   mypy over the whole package"
@@ -31,6 +32,9 @@ parity: $(VENV)/.installed-test
 
 slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python tests/checkpoint/soak.py --kills 50
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

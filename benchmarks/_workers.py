@@ -24,6 +24,7 @@ SIDES = {
     "peak": ("_peak", "MatrixPeak"),
     "trainer": ("_overhead", "TrainerSide"),
     "parallel": ("_parallel_side", "ParallelSide"),
+    "checkpoint": ("_checkpoint_side", "CheckpointSide"),
 }
 """Kind of worker: module and class that it holds. Each method of the class is a command."""
 

@@ -101,10 +101,11 @@ class Team:
         processes: their number; each computes with ``threads`` threads.
         threads: of each.
         stack: closes them.
-        options: of :class:`_parallel_side.ParallelSide`.
+        kind: of worker, see :data:`_workers.SIDES`.
+        options: of that worker's side.
     """
 
-    def __init__(self, processes: int, threads: int, stack: ExitStack, **options: Any) -> None:
+    def __init__(self, processes: int, threads: int, stack: ExitStack, kind: str = "parallel", **options: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -121,7 +122,7 @@ class Team:
                 "LOCAL_WORLD_SIZE": str(processes),
                 "TORCHELASTIC_RUN_ID": "benchmark",
             }
-            worker = Worker("parallel", threads, environment if processes > 1 else {}, processes=processes, **options)
+            worker = Worker(kind, threads, environment if processes > 1 else {}, processes=processes, **options)
             self.workers.append(stack.enter_context(worker))
 
     def ask(self, command: str, **arguments: Any) -> list[Any]:

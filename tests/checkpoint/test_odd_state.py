@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import MoEStrategy
+from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
-from olmoe_lightning.checkpoint_strategy import KEY, SaveError, read_meta
+from olmoe_lightning.checkpoint_strategy import SaveError
 from olmoe_lightning.plugins import BF16Precision
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule, TokenSource
-from olmoe_lightning.checkpoint_strategy import KEY, read_meta
+from olmoe_lightning.checkpoint.meta import KEY, read_meta
 
 CONFIG = ModelConfig(
     vocab_size=264,

@@ -1,0 +1,241 @@
+"""One process of the checkpoint benchmark: saves and loads inside of ``Trainer.fit``, and without any of that."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _overhead import random_data
+from _timing import turn_order
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.kernels import keep_freed_memory
+from olmoe_lightning.plugins import BF16Precision
+
+STEPS = 2
+"""Before the first save: the moments are there, and no step is the first one."""
+
+Seconds = dict[str, list[float]]
+
+
+class CheckpointSide:
+    """Trains two steps of a model, and then saves or loads.
+
+    Args:
+        config: fields of :class:`ModelConfig`; the vocabulary must hold bytes and two special tokens.
+        folder: for everything that is written; the same on all processes.
+        processes: of the run.
+        trained: a checkpoint after :data:`STEPS` steps is written there by :meth:`save`.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: str, processes: int, trained: str = "trained.ckpt") -> None:
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
+        self._config = ModelConfig.from_dict(config)
+        self._folder, self._processes = Path(folder), processes
+        self._trained = self._folder / trained
+
+    def save(self, rounds: int, bf16: bool = False) -> dict[str, Any]:
+        """Time saves, one untimed before.
+
+        Returns:
+            ``seconds``: of each round until all processes are done, ``plain`` for ``torch.save`` and ``fsync`` of the
+            tensors that this process writes, ``sync`` and ``async`` for ``trainer.save_checkpoint``, and ``async_all``
+            until an asynchronous save is published. ``bytes``: of those tensors. ``on_disk``, ``tensors_on_disk``:
+            bytes of the checkpoint. ``parameters``: of the model.
+        """
+        keep_freed_memory()  # as `fit` does
+        found: dict[str, Any] = {}
+        self._fit(_Rounds(lambda trainer: found.update(self._save_rounds(trainer, rounds))), bf16=bf16)
+        found["parameters"] = self._config.num_params
+        return found
+
+    def load(self, rounds: int) -> Seconds:
+        """Time resuming from what :meth:`save` has left, and ``torch.load`` of the same bytes."""
+        keep_freed_memory()
+        seconds: Seconds = {"plain": [], "resume": []}
+        for index in range(-1, rounds):
+            for way in turn_order(["plain", "resume"], max(index, 0)):
+                if way == "plain":
+                    dist.barrier()
+                    start = time.perf_counter()
+                    torch.load(self._plain_path(), weights_only=True)
+                    dist.barrier()
+                    spent = time.perf_counter() - start
+                else:
+                    spent = self._fit(ckpt_path=str(self._trained)).seconds
+                if index >= 0:
+                    seconds[way].append(spent)
+                gc.collect()
+        return seconds
+
+    def memory(self) -> dict[str, Any]:
+        """Peak growth of this process' own memory (RssAnon) in bytes, of each kind of save and of a load.
+
+        Returns:
+            ``sync``, ``async``, ``load``. ``shard``: bytes that this process writes. ``bucket``: bytes of one.
+        """
+        found: dict[str, Any] = {}
+
+        def look(trainer: Trainer) -> None:
+            strategy: Any = trainer.strategy
+            found["shard"] = sum(value.nbytes for value in _own_tensors(strategy).values())
+            found["bucket"] = int(strategy.bucket_megabytes * 2**20)
+            for way in ("sync", "async"):
+                strategy.async_save = way == "async"
+                with _peak_growth() as growth:
+                    trainer.save_checkpoint(self._trained)
+                    strategy.finish_saves()
+                found[way] = growth["peak"]
+
+        self._fit(_Rounds(look))
+        found["load"] = self._fit(ckpt_path=str(self._trained)).growth
+        return found
+
+    def _save_rounds(self, trainer: Trainer, rounds: int) -> dict[str, Any]:
+        strategy: Any = trainer.strategy
+        tensors = {name: value.clone() for name, value in _own_tensors(strategy).items()}  # not their whole bucket
+        seconds: Seconds = {"plain": [], "sync": [], "async": [], "async_all": []}
+        for index in range(-1, rounds):
+            for way in turn_order(["plain", "sync", "async"], max(index, 0)):
+                if way == "plain":
+                    self._plain_path().unlink(missing_ok=True)
+                elif trainer.is_global_zero:
+                    shutil.rmtree(self._trained, ignore_errors=True)
+                strategy.async_save = way == "async"
+                dist.barrier()
+                start = time.perf_counter()
+                if way == "plain":
+                    with self._plain_path().open("wb") as file:
+                        torch.save(tensors, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    dist.barrier()
+                else:
+                    trainer.save_checkpoint(self._trained)
+                spent = {way: time.perf_counter() - start}
+                if way == "async":
+                    strategy.finish_saves()
+                    dist.barrier()
+                    spent["async_all"] = time.perf_counter() - start
+                if index >= 0:
+                    for name, value in spent.items():
+                        seconds[name].append(value)
+        files = {path.name: path.stat().st_size for path in self._trained.iterdir()}
+        return {
+            "seconds": seconds,
+            "bytes": sum(value.nbytes for value in tensors.values()),
+            "on_disk": sum(files.values()),
+            "tensors_on_disk": sum(size for name, size in files.items() if name.endswith(".distcp")),
+        }
+
+    def _plain_path(self) -> Path:
+        return self._folder / f"plain-{os.environ['RANK']}.pt"
+
+    def _fit(self, *callbacks: Callback, ckpt_path: str | None = None, bf16: bool = False) -> _Timed:
+        strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=self._processes,
+            strategy=strategy,
+            plugins=[BF16Precision()] if bf16 else None,
+            max_steps=STEPS,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            default_root_dir=self._folder,
+        )
+        data = random_data(str(self._folder), STEPS, 1, 32, self._processes)
+        trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
+        return strategy
+
+
+class _Rounds(Callback):
+    """Does something after the last step, while the fit is still running."""
+
+    def __init__(self, action: Callable[[Trainer], None]) -> None:
+        self._action = action
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == STEPS:
+            self._action(trainer)
+
+
+class _Timed(MoEStrategy):
+    """How long a resumed run takes from opening a checkpoint until weights and optimizer state are there."""
+
+    seconds = 0.0
+    growth = 0
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._watch = contextlib.ExitStack()
+        self._growth = self._watch.enter_context(_peak_growth())
+        dist.barrier()
+        self._start = time.perf_counter()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        dist.barrier()
+        self.seconds = time.perf_counter() - self._start
+        self._watch.close()
+        self.growth = self._growth["peak"]
+
+
+def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:
+    """What this process writes."""
+    state = strategy._training_state()
+    parts = state.model_to_write() + state.optimizer_to_write()[0]
+    return {f"{part.name}:{part.start}": part.values.detach() for part in parts}
+
+
+@contextlib.contextmanager
+def _peak_growth() -> Iterator[dict[str, int]]:
+    """Samples RssAnon every 2 ms; what was freed before is given back first, or it would hide what is taken."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    before = _own_memory()
+    found, done = {"peak": 0}, threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            found["peak"] = max(found["peak"], _own_memory() - before)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _own_memory() -> int:
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+    except OSError:
+        return 0

@@ -139,7 +139,9 @@ class CheckpointStrategy(LoadingStrategy):
                 Fragment(part.name, part.size, part.start, values)
                 for part, values in zip(fragments, buffers, strict=True)
             ]
-            write = partial(self._write, Path(filepath), fragments, *copy.deepcopy((own, rest)))
+            own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
+            rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
+            write = partial(self._write, Path(filepath), fragments, own, rest)
             self._queued.append(str(filepath))
             self._save_queue().add(write, f"saving {filepath}", partial(self._saved, str(filepath), buffers))
             return

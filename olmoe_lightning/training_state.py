@@ -110,7 +110,7 @@ class TrainingState:
                     continue
                 if isinstance(item, Tensor) and item.ndim and self._spread(parameter) and self.mesh.expert.size > 1:
                     problems.append(f"{key} of {name} has the shape {list(item.shape)}, not that of the parameter")
-                scalars.setdefault(name, {})[key] = item.detach().cpu() if isinstance(item, Tensor) else item
+                scalars.setdefault(name, {})[key] = item.detach().cpu().clone() if isinstance(item, Tensor) else item
         for key in keys:
 
             def entry(piece: Piece, parameter: nn.Parameter, key: str = key) -> Tensor | None:
@@ -203,7 +203,7 @@ class TrainingState:
                 continue
             entries: dict[str, Any] = {}
             for key in keys.get(name, ()):
-                flat = torch.zeros(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
+                flat = torch.empty(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
                 entries[key] = flat.view(piece.master.shape)
                 start = self._first(parameter) + piece.start
                 fragments.append(Fragment(f"{OPTIMIZER}{name}.{key}", self._size(parameter), start, flat))

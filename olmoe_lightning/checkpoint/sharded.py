@@ -13,7 +13,10 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
+import sys
 import warnings
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.futures import Future
 from typing_extensions import override
 
 # One process alone is what was asked for. Not around the call: filters are the whole process', and threads save too.
@@ -155,7 +159,32 @@ def read_range(directory: Path, name: str, start: int, stop: int) -> Tensor:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a directory without trusting it."""
+    """Reads a directory without trusting it, and a chunk straight into the place where its values are wanted."""
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        others: list[ReadItem] = []
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    target = planner.resolve_tensor(item).detach()
+                    if _read_stored(file, self.storage_data[item.storage_index], item, self._entries, target):
+                        planner.commit_tensor(item, target)
+                    else:
+                        others.append(item)
+        if others:
+            return super().read_data(LoadPlan(others), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._entries: dict[str, Any] = metadata.state_dict_metadata
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -174,9 +203,9 @@ class SafeReader(FileSystemReader):
             if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 1:
                 raise CorruptCheckpoint(f"{path}: {name!r} is not a flattened tensor")
         inside = Path(self.path).resolve()
-        for info in (metadata.storage_data or {}).values():
-            if (inside / info.relative_path).resolve().parent != inside:
-                raise CorruptCheckpoint(f"{path} points at a file outside of the checkpoint: {info.relative_path!r}")
+        for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+            if (inside / name).resolve().parent != inside:
+                raise CorruptCheckpoint(f"{path} points at a file outside of the checkpoint: {name!r}")
         metadata.storage_meta = StorageMeta()
         return metadata
 
@@ -300,6 +329,81 @@ class FragmentReader(LoadPlanner):
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was copied in place."""
+
+
+def _read_stored(file: Any, info: Any, item: ReadItem, entries: Mapping[str, Any], target: Tensor) -> bool:
+    """Read the wanted part of a chunk without a copy in between, where it lies as ``torch.save`` puts it.
+
+    Args:
+        file: open, without a buffer.
+        info: where the chunk is in it.
+        item: which part of it is wanted.
+        entries: of the index; they say the chunk's length and dtype.
+        target: gets the values, flat.
+
+    Returns:
+        Whether it was done. What lies otherwise is for ``torch.load``.
+    """
+    entry = entries[item.storage_index.fqn]
+    dtype = entry.properties.dtype
+    lengths = [chunk.sizes[0] for chunk in entry.chunks if chunk.offsets == item.storage_index.offset]
+    if target.device.type != "cpu" or not target.is_contiguous() or len(lengths) != 1:
+        return False
+    try:
+        with zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive:
+            (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+            order = next((e for e in archive.infolist() if e.filename.endswith("/byteorder")), None)
+            if order is not None and archive.read(order) != sys.byteorder.encode():
+                return False
+    except (zipfile.BadZipFile, ValueError):
+        return False
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != lengths[0] * dtype.itemsize:
+        return False
+    file.seek(info.offset + record.header_offset)
+    header = file.read(30)  # the local one, whose name and extra field may have other lengths than the directory's
+    start = info.offset + record.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    values = target if target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
+    view = memoryview(values.view(torch.uint8).numpy())
+    file.seek(start + item.storage_offsets[0] * dtype.itemsize)
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise EOFError(f"{item.storage_index.fqn} is cut off")
+        view = view[count:]
+    if values is not target:
+        target.copy_(values)
+    return True
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._at
+
+    @override
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
+        self._at += count
+        return count
 
 
 def _write_item(fragment: Fragment) -> WriteItem:

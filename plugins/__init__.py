@@ -6,16 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from olmoe_lightning.plugins.comm import AllToAllComm, CommPlugin, CommSpec, LocalComm
+    from olmoe_lightning.plugins.comm import AllToAllComm, CommPlugin, CommSpec, LocalComm, RowwiseComm
     from olmoe_lightning.plugins.precision.bf16 import BF16Precision
 
-__all__ = ["AllToAllComm", "BF16Precision", "CommPlugin", "CommSpec", "LocalComm"]
+__all__ = ["AllToAllComm", "BF16Precision", "CommPlugin", "CommSpec", "LocalComm", "RowwiseComm"]
 
 _HOME = {
     "AllToAllComm": "comm.all_to_all",
     "CommPlugin": "comm.base",
     "CommSpec": "comm.base",
     "LocalComm": "comm.local",
+    "RowwiseComm": "comm.rowwise",
     "BF16Precision": "precision.bf16",
 }
 

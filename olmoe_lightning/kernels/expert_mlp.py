@@ -22,7 +22,8 @@ def expert_mlp(rows_RD: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights_R
     """``w_down[e] @ (weight * swiglu(w_gate_up[e] @ row))`` for each row of expert e.
 
     Args:
-        rows_RD: [R, D]; rows from ``offsets[-1]`` on belong to nobody, give zero and get no gradient.
+        rows_RD: [R, D]; rows from ``offsets[-1]`` on belong to nobody and are not read: what the result and the
+            gradients of rows and row weights hold there is undefined.
         w_gate_up: [E, 2H, D], gate rows first.
         w_down: [E, D, H].
         row_weights_R: fp32 [R].
@@ -43,7 +44,7 @@ def expert_mlp(rows_RD: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights_R
             f"shapes {wanted}, got {found} and {offsets_E.dtype}"
         )
     rows_RD, w_gate_up, w_down = cast_operands(rows_RD, w_gate_up, w_down)
-    if usable(rows_RD, w_gate_up, w_down, row_weights_R) and _spread(offsets_E, len(rows_RD)):
+    if usable(rows_RD, w_gate_up, w_down, row_weights_R) and _spread(offsets_E, rows):
         return _ExpertMLP.apply(rows_RD, not_leaf(w_gate_up), not_leaf(w_down), row_weights_R, offsets_E)
     hidden = swiglu(grouped_mm(rows_RD, w_gate_up, offsets_E), row_weights_R)
     return grouped_mm(hidden, w_down, offsets_E)
@@ -53,7 +54,7 @@ def _spread(offsets_E: Tensor, rows: int) -> bool:
     """Whether all threads have work when each expert is one thread's; a hot expert would keep one busy alone."""
     ends = offsets_E.tolist()
     largest = max((end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)), default=0)
-    return ends[-1] == rows and largest * torch.get_num_threads() <= 1.25 * max(rows, 1)
+    return ends[-1] <= rows and largest * torch.get_num_threads() <= 1.25 * max(ends[-1], 1)
 
 
 class _ExpertMLP(torch.autograd.Function):

@@ -7,5 +7,15 @@ from olmoe_lightning.plugins.comm.all_to_all import AllToAllComm
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
 from olmoe_lightning.plugins.comm.local import LocalComm
 from olmoe_lightning.plugins.comm.registry import describe_choice, known_names, make_comm
+from olmoe_lightning.plugins.comm.rowwise import RowwiseComm
 
-__all__ = ["AllToAllComm", "CommPlugin", "CommSpec", "LocalComm", "describe_choice", "known_names", "make_comm"]
+__all__ = [
+    "AllToAllComm",
+    "CommPlugin",
+    "CommSpec",
+    "LocalComm",
+    "RowwiseComm",
+    "describe_choice",
+    "known_names",
+    "make_comm",
+]

@@ -16,8 +16,9 @@ ENTRY_POINT_GROUP = "olmoe_lightning.comm"
 _BUILT_IN = {
     "local": "olmoe_lightning.plugins.comm.local:LocalComm",
     "all_to_all": "olmoe_lightning.plugins.comm.all_to_all:AllToAllComm",
+    "rowwise": "olmoe_lightning.plugins.comm.rowwise:RowwiseComm",
 }
-_NOT_YET = ("rowwise", "deepep")
+_NOT_YET = ("deepep",)
 
 
 def _registered() -> dict[str, EntryPoint]:

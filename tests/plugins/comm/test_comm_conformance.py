@@ -8,7 +8,7 @@ import torch.distributed as dist
 from multiprocess import WorkerError
 
 from olmoe_lightning.parallel import Axis
-from olmoe_lightning.plugins.comm import AllToAllComm, LocalComm
+from olmoe_lightning.plugins.comm import AllToAllComm, LocalComm, RowwiseComm
 from olmoe_lightning.plugins.comm.conformance import (
     ConformanceError,
     check_comm_plugin,
@@ -38,14 +38,16 @@ def test_local_conforms(dtype):
     assert max(result.deviation for result in results) == 0
 
 
-def test_all_to_all_conforms_on_one_process_without_a_group():
-    assert check_comm_plugin(AllToAllComm, ONE)
+@pytest.mark.parametrize("plugin", [AllToAllComm, RowwiseComm])
+def test_plugins_of_many_processes_conform_on_one_without_a_group(plugin):
+    assert check_comm_plugin(plugin, ONE)
 
 
+@pytest.mark.parametrize("plugin", [AllToAllComm, RowwiseComm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_to_all_conforms(workers, size, dtype):
-    by_rank = workers(size).run(check, AllToAllComm, dtype)
+def test_plugins_of_many_processes_conform(workers, size, dtype, plugin):
+    by_rank = workers(size).run(check, plugin, dtype)
     for results in by_rank:
         assert isinstance(results, list), results
         assert len(results) > 20

@@ -1,0 +1,215 @@
+"""Routed rows in the memory of peers: where each belongs, writing them there, and reading them back to sum them.
+
+Nothing here asks for a value of a tensor on the host. A row number of -1 means that the route was dropped.
+
+T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, C rows that fit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from olmoe_lightning.kernels.native import integer, library, pointer, usable
+
+
+class Routes(NamedTuple):
+    """The place of each route's row."""
+
+    rank_TK: Tensor
+    """int32 [T, K]: the process that has the expert."""
+    row_TK: Tensor
+    """int32 [T, K]: the row there; -1 for a route that is dropped."""
+
+
+class Window(NamedTuple):
+    """Rows in one process' memory. There is a row more than fit: where the reference puts what it must not write."""
+
+    rows: Tensor
+    """[C + 1, D]."""
+    weights: Tensor
+    """fp32 [C + 1]."""
+
+
+def count_routes(expert_ids_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> Tensor:
+    """How many routes each expert gets from here.
+
+    Args:
+        expert_ids_TK: int64 [T, K].
+        keep_TK: bool [T, K]; ``None`` for all.
+        num_experts: E.
+
+    Returns:
+        int32 [E].
+    """
+    flat = expert_ids_TK.reshape(-1)
+    ones = torch.ones_like(flat, dtype=torch.int32) if keep_TK is None else keep_TK.reshape(-1).to(torch.int32)
+    return torch.zeros(num_experts, dtype=torch.int32, device=flat.device).scatter_add_(0, flat, ones)
+
+
+def plan_routes(
+    expert_ids_TK: Tensor, keep_TK: Tensor | None, counts_NE: Tensor, rank: int
+) -> tuple[Routes, Tensor, Tensor]:
+    """Where each row goes: on the process of its expert, rows are sorted by expert, then by source, then by token.
+
+    Args:
+        expert_ids_TK: int64 [T, K], of this process.
+        keep_TK: bool [T, K], the routes that are not dropped; ``None`` for all.
+        counts_NE: int32 [N, E], routes of each process to each expert, without those that are dropped.
+        rank: of this process.
+
+    Returns:
+        The routes; int32 [N, E_local], what this process receives; int32 [E_local], the ends of its experts' rows.
+    """
+    size, experts = counts_NE.shape
+    local = experts // size
+    totals = counts_NE.sum(0, dtype=torch.int32).view(size, local)
+    ends = totals.cumsum(1, dtype=torch.int32)
+    base_E = (ends - totals).view(-1) + counts_NE[:rank].sum(0, dtype=torch.int32)
+    received = counts_NE[:, rank * local : (rank + 1) * local].contiguous()
+    return _place(expert_ids_TK, keep_TK, base_E, local), received, ends[rank].contiguous()
+
+
+def _place(expert_ids_TK: Tensor, keep_TK: Tensor | None, base_E: Tensor, experts_local: int) -> Routes:
+    experts = len(base_E)
+    if usable() and expert_ids_TK.device.type == "cpu":
+        ids = expert_ids_TK.contiguous()
+        keep = None if keep_TK is None else keep_TK.contiguous()
+        routes = Routes(torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))
+        library().rowwise_plan(
+            *map(pointer, (ids, keep, base_E)), *map(integer, (ids.numel(), experts, experts_local)),
+            *map(pointer, routes),
+        )  # fmt: skip
+        return routes
+    flat = expert_ids_TK.reshape(-1)
+    # What is dropped stands behind all experts.
+    sorting = flat if keep_TK is None else torch.where(keep_TK.reshape(-1), flat, experts)
+    order = torch.argsort(sorting, stable=True)
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, sorting, torch.ones_like(sorting))
+    starts = counts.cumsum(0) - counts
+    row = base_E.index_select(0, flat) + position - starts.index_select(0, flat)
+    if keep_TK is not None:
+        row = torch.where(keep_TK.reshape(-1), row, -1)
+    rank = torch.div(flat, experts_local, rounding_mode="floor")
+    return Routes(*(each.to(torch.int32).view(expert_ids_TK.shape) for each in (rank, row)))
+
+
+def put_rows(x_TD: Tensor, weights_TK: Tensor | None, routes: Routes, windows: Sequence[Window]) -> None:
+    """Write each token to the rows of its experts, and its weights beside them.
+
+    Args:
+        x_TD: [T, D].
+        weights_TK: fp32 [T, K]; ``None`` to write rows only.
+        routes: of these tokens.
+        windows: of every process, by rank.
+    """
+    x_TD = x_TD.contiguous()
+    if _native(x_TD, windows[0].rows):
+        weights = None if weights_TK is None else weights_TK.contiguous()
+        tokens, k = routes.row_TK.shape
+        library().rowwise_put(
+            *map(pointer, (x_TD, weights, *routes)), *map(integer, (tokens, k, x_TD.shape[1] * x_TD.itemsize)),
+            _pointers([window.rows for window in windows]), _pointers([window.weights for window in windows]),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return
+    k = routes.row_TK.shape[1]
+    rows_RD = x_TD.repeat_interleave(k, 0) if k > 1 else x_TD
+    rank, row = (each.reshape(-1) for each in routes)
+    for peer, window in enumerate(windows):
+        spare = len(window.rows) - 1
+        place = torch.where((rank == peer) & (row >= 0), row, spare).long()
+        window.rows.index_copy_(0, place, rows_RD)
+        if weights_TK is not None:
+            window.weights.index_copy_(0, place, weights_TK.reshape(-1))
+
+
+def publish_rows(rows_CD: Tensor, weights_C: Tensor | None, received_NL: Tensor, rank: int, window: Window) -> Tensor:
+    """Copy rows to where other processes can read them; those that this process sent to itself may stay.
+
+    Args:
+        rows_CD: [C, D], sorted by local expert, then by source.
+        weights_C: fp32 [C], or ``None``.
+        received_NL: int32 [N, E_local], rows from each process for each expert.
+        rank: of this process.
+        window: of this process.
+
+    Returns:
+        The rows as this process should read them.
+    """
+    rows_CD = rows_CD.contiguous()
+    if weights_C is not None:
+        window.weights[: len(weights_C)].copy_(weights_C)
+    if _native(rows_CD, window.rows):
+        size, local = received_NL.shape
+        library().rowwise_publish(
+            pointer(rows_CD), pointer(received_NL), *map(integer, (size, local, rank)),
+            integer(rows_CD.shape[1] * rows_CD.itemsize), pointer(window.rows), torch.get_num_threads(),
+        )  # fmt: skip
+        return rows_CD
+    window.rows[: len(rows_CD)].copy_(rows_CD)
+    return window.rows
+
+
+def sum_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
+    """Read the rows of each token from the processes that have them, and add them in the order of its experts.
+
+    Args:
+        rows: [at least C, D], of every process, by rank.
+        routes: where the rows are.
+
+    Returns:
+        [T, D]; zero for a token without rows.
+    """
+    (tokens, k), width = routes.row_TK.shape, rows[0].shape[1]
+    if _native(*rows):
+        out = rows[0].new_empty(tokens, width)
+        library().rowwise_sum(
+            _pointers(rows), *map(pointer, routes), *map(integer, (tokens, k, width)),
+            int(out.dtype == torch.bfloat16), pointer(out), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+    parts = _pick(rows, routes).view(tokens, k, width)
+    # Half precision is added in fp32 and rounded once, as the kernel does.
+    return parts.sum(1, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
+
+
+def gather_weights(weights: Sequence[Tensor], routes: Routes) -> Tensor:
+    """Read one number per route, fp32 [T, K]; zero for a route that was dropped."""
+    if _native(*weights):
+        out = torch.empty(routes.row_TK.shape)
+        library().rowwise_gather(_pointers(weights), *map(pointer, routes), integer(out.numel()), pointer(out))
+        return out
+    return _pick(weights, routes).view(routes.row_TK.shape)
+
+
+def _pick(values: Sequence[Tensor], routes: Routes) -> Tensor:
+    """The row of each route, [T*K, ...]."""
+    rank, row = (each.reshape(-1) for each in routes)
+    picked = values[0].new_zeros(len(row), *values[0].shape[1:])
+    for peer, value in enumerate(values):
+        here = (rank == peer) & (row >= 0)
+        rows = value.index_select(0, torch.where(here, row, 0))
+        # Chosen, not multiplied by zero: what lies in other rows may be NaN.
+        picked = torch.where(here.view(-1, *[1] * (value.dim() - 1)), rows, picked)
+    return picked
+
+
+def _native(*tensors: Tensor) -> bool:
+    return usable() and all(
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.bfloat16)
+        and tensor.is_contiguous()
+        for tensor in tensors
+    )
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -36,14 +36,15 @@ class ParallelSide:
         seq_len: S.
         tokens: T, shared by the processes.
         processes: of the run.
+        comm: how tokens travel with expert parallelism.
     """
 
-    def __init__(self, config: dict[str, Any], seq_len: int, tokens: int, processes: int) -> None:
+    def __init__(self, config: dict[str, Any], seq_len: int, tokens: int, processes: int, comm: str = "auto") -> None:
         keep_freed_memory()  # as `fit` does
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         self._config = ModelConfig.from_dict(config)
-        self._seq_len, self._processes = seq_len, processes
+        self._seq_len, self._processes, self._comm = seq_len, processes, comm
         self._batch_size = tokens // seq_len // processes
         self._folder = tempfile.TemporaryDirectory()
 
@@ -88,7 +89,7 @@ class ParallelSide:
         return {"step": watch.step[-steps:], "compute": watch.compute[-steps:]}
 
     def _fit(self, way: str, steps: int, callback: Callback, bf16: bool = False) -> tuple[Trainer, OLMoE]:
-        trainer = self._trainer(_strategy(way), steps, callback, bf16)
+        trainer = self._trainer(_strategy(way, self._comm), steps, callback, bf16)
         module = OLMoE(self._config, schedule_steps=max(steps, 100))
         trainer.fit(module, self._data(steps))
         return trainer, module
@@ -185,11 +186,13 @@ def _computing() -> Iterator[list[float]]:
             setattr(PipelineStage, name, original)
 
 
-def _strategy(way: str) -> Any:
+def _strategy(way: str, comm: str) -> Any:
     """Lightning's own by its name; ours as ``moe`` or ``moe_ep2``."""
     if not way.startswith("moe"):
         return way
-    return MoEStrategy(expert_parallel_size=int(way.removeprefix("moe_ep")) if "_ep" in way else 1)
+    if "_ep" not in way:
+        return MoEStrategy()
+    return MoEStrategy(expert_parallel_size=int(way.removeprefix("moe_ep")), comm=comm)
 
 
 def _storages() -> dict[int, int]:

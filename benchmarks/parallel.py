@@ -51,6 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="random",
         help="random: equally loaded ranks, so that the cost of travelling is seen; learned: what training makes of it",
     )
+    parser.add_argument("--comm", choices=("auto", "all_to_all", "rowwise"), default="auto", help="of EP=2")
     parser.add_argument("--json-only", action="store_true", help="print the line of JSON without the table")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--d-model", type=int, default=256)
@@ -170,7 +171,7 @@ def table(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, torch {machine['torch']}, "
         f"lightning {machine['lightning']}",
         f"d_model {settings['d_model']}, {settings['layers']} layers, {settings['experts']} experts of width "
-        f"{settings['hidden']}, top-{settings['top_k']}, {settings['router']} routing, "
+        f"{settings['hidden']}, top-{settings['top_k']}, {settings['router']} routing, comm {settings['comm']}, "
         f"{settings['tokens']} tokens a step, fp32, fused AdamW",
         f"load average {load['average_before']} before, {load['average_after']} after",
     ]
@@ -210,7 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts that were asked for, and print the figures."""
     args = parse_arguments(arguments)
     parts = PARTS if args.part == "all" else (args.part,)
-    options = {"config": model_config(args).to_dict(), "seq_len": args.seq_len, "tokens": args.tokens}
+    options = {
+        "config": model_config(args).to_dict(),
+        "seq_len": args.seq_len,
+        "tokens": args.tokens,
+        "comm": args.comm,
+    }
 
     def measure(results: dict[str, Any], progress: Progress) -> None:
         with ExitStack() as stack:

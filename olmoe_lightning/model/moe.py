@@ -79,11 +79,13 @@ class MoE(nn.Module):
         Returns:
             [B, S, D] and this layer's statistics.
         """
-        routing = self.router(x_BSD, token_mask_BS, replay[0] if replay else None)
+        fallbacks = getattr(self.transport, "fallbacks", 0)
+        routing = self.router(x_BSD, token_mask_BS, replay[0] if replay else None, fallbacks)
         if replay is not None and not replay:
-            replay.append(routing.expert_ids)
+            replay.append(routing.ranking)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        sent = self.transport.dispatch(x_TD, routing.expert_ids, routing.weights)
+        others = {"fallback_ids_TF": routing.ranking[:, -fallbacks:]} if fallbacks else {}
+        sent = self.transport.dispatch(x_TD, routing.expert_ids, routing.weights, **others)
         if self.recompute_experts and torch.is_grad_enabled():
             rows = checkpoint(self.experts, *sent[:3], use_reentrant=False, preserve_rng_state=False)
         else:

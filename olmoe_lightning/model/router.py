@@ -57,6 +57,8 @@ class Routing(NamedTuple):
     aux_loss: Tensor
     """fp32 []: coefficients applied, a sum over tokens; its gradient reaches the router when it is attached."""
     stats: RoutingStats
+    ranking: Tensor
+    """int64 [T, K + F]: the choice, and the F experts that would have been next."""
 
 
 class Router(nn.Module):
@@ -82,22 +84,30 @@ class Router(nn.Module):
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 
-    def forward(self, x_BSD: Tensor, token_mask_BS: Tensor | None = None, chosen_TK: Tensor | None = None) -> Routing:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        token_mask_BS: Tensor | None = None,
+        chosen_TK: Tensor | None = None,
+        fallbacks: int = 0,
+    ) -> Routing:
         """Route every token.
 
         Args:
             x_BSD: [B, S, D], any floating dtype.
             token_mask_BS: bool [B, S]; which tokens count in losses and statistics (all when ``None``). The others are
                 routed too, they are only not counted.
-            chosen_TK: int64 [T, K]; a choice made before, to be used again instead of a new one (recompute).
+            chosen_TK: int64 [T, K]; a choice made before, to be used again instead of a new one (recompute). With
+                fallbacks the ``ranking`` of that time, [T, K + F].
+            fallbacks: F, how many experts to name beyond the choice, for a comm plugin that may need others.
 
         Returns:
             A :class:`Routing`.
         """
         with no_autocast(x_BSD):
-            return self._route(x_BSD, token_mask_BS, chosen_TK)
+            return self._route(x_BSD, token_mask_BS, chosen_TK, fallbacks)
 
-    def _route(self, x_BSD: Tensor, token_mask_BS: Tensor | None, chosen_TK: Tensor | None) -> Routing:
+    def _route(self, x_BSD: Tensor, token_mask_BS: Tensor | None, ranking: Tensor | None, fallbacks: int) -> Routing:
         config = self.config
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1]).float()
         if self.training and config.router_jitter > 0:
@@ -107,29 +117,33 @@ class Router(nn.Module):
         noise_TE = torch.rand_like(logits_TE) if config.router_mode == "random" else None
 
         def choose(scores_TE: Tensor) -> Tensor:
-            return chosen_TK if chosen_TK is not None else self._choose(logits_TE.detach(), scores_TE, noise_TE)
+            nonlocal ranking
+            if ranking is None:
+                ranking = self._choose(logits_TE.detach(), scores_TE, noise_TE, config.top_k + fallbacks)
+            return ranking[:, : config.top_k].contiguous()
 
         mask_T = None if token_mask_BS is None else token_mask_BS.reshape(-1)
         scopes = len(x_BSD) if config.balance_loss_scope == "sequence" else 1
         rows = router_rows(logits_TE, choose, mask_T, scopes, sigmoid=config.score_function == "sigmoid")
         weights_TK = self._weights(logits_TE, rows, noise_TE)
         aux_loss, stats = self._losses(rows, mask_T)
-        return Routing(rows.expert_ids_TK, weights_TK, aux_loss, stats)
+        assert ranking is not None
+        return Routing(rows.expert_ids_TK, weights_TK, aux_loss, stats, ranking)
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, noise_TE: Tensor | None) -> Tensor:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, noise_TE: Tensor | None, count: int) -> Tensor:
         config = self.config
         tokens, experts = scores_TE.shape
         if config.router_mode == "uniform":
-            slots = torch.arange(tokens * config.top_k, device=scores_TE.device)
-            return (slots % experts).view(tokens, config.top_k)
+            first_T = torch.arange(tokens, device=scores_TE.device) * config.top_k
+            return (first_T[:, None] + torch.arange(count, device=scores_TE.device)) % experts
         if noise_TE is not None:
-            return top_k_stable(noise_TE, config.top_k)
+            return top_k_stable(noise_TE, count)
         selection = logits_TE if config.score_function == "topk_softmax" else scores_TE
         if self.selection_bias is not None:
             selection = selection + self.selection_bias
         if config.num_groups > 1:
             selection = self._mask_groups(selection)
-        return top_k_stable(selection, config.top_k)
+        return top_k_stable(selection, count)
 
     def _mask_groups(self, selection_TE: Tensor) -> Tensor:
         """Minus infinity outside the best groups; a group is as good as the sum of its two best experts."""

@@ -51,6 +51,10 @@ class CommPlugin(ABC):
     name: ClassVar[str]
     """What it is called in ``MoEStrategy(comm=...)``, in logs and errors."""
 
+    fallbacks: int = 0
+    """How many experts of each token's ranking, beyond the chosen ones, ``dispatch`` is given: not 0 only for a plugin
+    that may send a route to another expert. It then takes ``fallback_ids_TF``, int64 [T, fallbacks], the best first."""
+
     @abstractmethod
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Prepare for dispatches of this kind; collective over the axis. May be called again after ``teardown``.

@@ -7,11 +7,15 @@ The way back of each is the other: the gradients of dispatched rows are read and
 written to the rows. Where a row goes is computed from the counts of all processes, with operations on tensors: no
 process asks for a value on the host. Only shapes, which the host knows anyway, are exchanged from host to host.
 
-T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, C rows that fit.
+T tokens, K chosen experts, F further ones in the router's order, E experts of all processes, E_local of each,
+N processes, D model width, C rows that fit.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,10 +34,11 @@ from olmoe_lightning.kernels.rowwise import (
     put_rows,
     sum_rows,
 )
-from olmoe_lightning.kernels.symmetric_memory import PeerError, Region, SymmetricMemory
+from olmoe_lightning.kernels.symmetric_memory import PeerError, Region, SymmetricMemory, carve
 from olmoe_lightning.kernels.virtual_memory import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec, check_operands, describe, experts_per_process
+from olmoe_lightning.plugins.comm.capacity import Admitted, DropCounters, Overflow, admit
 from olmoe_lightning.plugins.comm.leases import Layout, LeasePool
 
 
@@ -61,6 +66,12 @@ class _Turns:
         return [storage[self._turn * half : (self._turn + 1) * half] for storage in storages]
 
 
+class _Told(NamedTuple):
+    notices: list[Tensor]
+    """Of every process, in its memory: valid until the notice after the next is written."""
+    buffers: list[int]
+
+
 class Link:
     """What one plugin has in common with its peers: memory, receive buffers, and the two movements of rows.
 
@@ -72,8 +83,22 @@ class Link:
     def __init__(self, memory: SymmetricMemory, max_buffers: int | None = None) -> None:
         self.memory = memory
         self.pool = LeasePool(memory, max_buffers)
-        self.notices = _Turns(memory)
+        self._notices = _Turns(memory)
         self._published = _Turns(memory)
+
+    def tell(self, notice: Tensor, layout: Layout, shapes: list[tuple[int, ...]]) -> _Told:
+        """Give all processes a tensor of 32-bit integers and agree on where each receives next.
+
+        Args:
+            notice: int32, of this process.
+            layout: of what will be received.
+            shapes: of every process' notice, by rank.
+        """
+        sizes = [4 * torch.Size(shape).numel() for shape in shapes]
+        storages = self._notices.next(max(*sizes, 4))
+        notices = [carve(storage, shape, torch.int32, 0) for storage, shape in zip(storages, shapes, strict=True)]
+        notices[self.memory.rank].copy_(notice)
+        return _Told(notices, self.agree(layout))
 
     def agree(self, layout: Layout) -> list[int]:
         """Where each process receives next; a barrier."""
@@ -124,10 +149,11 @@ class _ToExperts(torch.autograd.Function):
         plugin: RowwiseComm,
         layout: Layout,
         buffers: list[int],
+        count: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor]:
         # Saved, not kept: where the forward pass is computed again, the rows stand where that one says.
         ctx.save_for_backward(rank_TK, row_TK, received_NL)
-        ctx.plugin, ctx.layout = plugin, layout
+        ctx.plugin, ctx.layout, ctx.count = plugin, layout, count
         with plugin.waiting("rows"):
             return plugin.link.write(x_TD, weights_TK, Routes(rank_TK, row_TK), layout, buffers)
 
@@ -136,11 +162,13 @@ class _ToExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_CD: Tensor, grad_weights_C: Tensor) -> tuple[Tensor | None, ...]:
         # Both are published whatever is needed here: other processes count on it. What a loss does not use is zero.
         rank_TK, row_TK, received = ctx.saved_tensors
+        if ctx.count is not None:
+            ctx.count()  # here, since the forward pass may be computed again
         with ctx.plugin.waiting("gradients of rows"):
             grad_x, grad_weights = ctx.plugin.link.read(
                 grad_CD, grad_weights_C, Routes(rank_TK, row_TK), received, ctx.layout
             )
-        return grad_x, grad_weights, None, None, None, None, None, None
+        return grad_x, grad_weights, *[None] * 7
 
 
 class _Home(torch.autograd.Function):
@@ -176,16 +204,42 @@ class RowwiseComm(CommPlugin):
     after the backward pass, whenever that is. ``pool`` shows them; there are as many as are in flight at once.
 
     Args:
+        capacity_factor: a process has room for ``ceil(capacity_factor * T * K)`` rows, T being the most tokens that one
+            of the processes dispatches. ``None``: for all that could come, so that nothing is ever dropped.
+        overflow: what becomes of the routes that do not fit. ``drop``: those with the smallest router weights are left
+            out. ``spill``: they go to the next expert of their token's ranking that has room, with the weight they
+            have, and are left out when there is none among the next ``fallbacks``. ``error``: it is an error.
+        fallbacks: F, experts that ``spill`` tries.
+        seed: turns the order of routes with equal weights.
         max_buffers: most receive buffers of a process; a dispatch that needs another one raises. ``None``: as many as
             are needed.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     name: ClassVar[str] = "rowwise"
 
-    def __init__(self, max_buffers: int | None = None) -> None:
+    def __init__(
+        self,
+        capacity_factor: float | None = None,
+        overflow: Overflow = "drop",
+        fallbacks: int = 2,
+        seed: int = 0,
+        max_buffers: int | None = None,
+    ) -> None:
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be positive, or None for no limit")
+        if overflow not in ("drop", "spill", "error"):
+            raise ValueError(f"overflow ({overflow!r}) must be 'drop', 'spill' or 'error'")
+        if fallbacks < 1:
+            raise ValueError(f"fallbacks ({fallbacks}) must be at least 1")
         if max_buffers is not None and max_buffers < 1:
             raise ValueError(f"max_buffers ({max_buffers}) must be at least 1")
-        self.max_buffers = max_buffers
+        self.capacity_factor, self.overflow, self.seed, self.max_buffers = capacity_factor, overflow, seed, max_buffers
+        self.fallbacks = fallbacks if overflow == "spill" and capacity_factor is not None else 0
+        self.drops: DropCounters | None = None
+        """What was dropped of this process' tokens, counted in backward passes; ``None`` while nothing can be."""
         self._axis: Axis | None = None
         self._spec: CommSpec | None = None
         self._link: Link | None = None
@@ -225,7 +279,14 @@ class RowwiseComm(CommPlugin):
                 f"comm {self.name!r}: the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, "
                 f"bytes per value): rank {axis.rank} has {mine}, all have {list(map(list, everyone))}"
             )
+        if self.fallbacks > spec.num_experts - spec.top_k:
+            raise ValueError(
+                f"comm {self.name!r}: fallbacks ({self.fallbacks}) are more than the experts that a token does not "
+                f"choose (num_experts {spec.num_experts} - top_k {spec.top_k})"
+            )
         self._axis, self._spec, self._link = axis, spec, Link(memory, self.max_buffers)
+        if self.capacity_factor is not None:
+            self.drops = DropCounters(spec.num_experts, axis.size, spec.device)
 
     @property
     def link(self) -> Link:
@@ -243,22 +304,83 @@ class RowwiseComm(CommPlugin):
         """The receive buffers and their leases."""
         return self.link.pool
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
-        """Write each token to its experts' rows, wherever they are."""
-        link = self.link
-        assert self._axis is not None
-        assert self._spec is not None
-        check_operands(describe(self._axis), self._spec, x_TD, expert_ids_TK, weights_TK)
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, fallback_ids_TF: Tensor | None = None
+    ) -> Dispatched:
+        """Write each token to its experts' rows, wherever they are.
+
+        Args:
+            x_TD: [T, D].
+            expert_ids_TK: int64 [T, K], global ids.
+            weights_TK: fp32 [T, K].
+            fallback_ids_TF: int64 [T, F], the next experts of each token's ranking; needed when ``overflow`` is
+                ``spill``, where F is ``fallbacks``.
+        """
+        link, spec, axis = self.link, self._spec, self._axis
+        assert axis is not None
+        assert spec is not None
+        check_operands(describe(axis), spec, x_TD, expert_ids_TK, weights_TK)
+        if self.fallbacks and (fallback_ids_TF is None or fallback_ids_TF.shape != (len(x_TD), self.fallbacks)):
+            found = None if fallback_ids_TF is None else tuple(fallback_ids_TF.shape)
+            raise ValueError(
+                f"comm {self.name!r} on {describe(axis)}: overflow 'spill' needs fallback_ids_TF of shape "
+                f"{(len(x_TD), self.fallbacks)}, got {found}"
+            )
         with self.waiting("counts"), torch.no_grad():
-            layout = self._layout(len(x_TD))
-            counts = count_routes(expert_ids_TK, None, self._spec.num_experts)
-            notices = [storage[: 4 * len(counts)].view(torch.int32) for storage in link.notices.next(4 * len(counts))]
-            notices[self._axis.rank].copy_(counts)
-            buffers = link.agree(layout)
-            counts_NE = torch.stack(notices)
-            routes, received, ends = plan_routes(expert_ids_TK, None, counts_NE, self._axis.rank)
-        rows, row_weights = _ToExperts.apply(x_TD, weights_TK, *routes, received, self, layout, buffers)
+            tokens = [count for (count,) in link.memory.exchange([len(x_TD)])]  # shapes, which the host knows
+            layout = Layout(self._capacity(tokens), spec.d_model, spec.dtype)
+            if self.capacity_factor is None:
+                keep, count = None, None
+                counts = count_routes(expert_ids_TK, None, spec.num_experts)
+                told = link.tell(counts, layout, [(spec.num_experts,)] * axis.size)
+                counts_NE = torch.stack(told.notices)
+            else:
+                told, admitted = self._admit(expert_ids_TK, weights_TK, fallback_ids_TF, tokens, layout)
+                ids_by_rank, keep_by_rank = (each.split(tokens) for each in admitted)
+                parts = zip(ids_by_rank, keep_by_rank, strict=True)
+                counts_NE = torch.stack([count_routes(ids, kept, spec.num_experts) for ids, kept in parts])
+                wanted, expert_ids_TK, keep = expert_ids_TK, ids_by_rank[axis.rank], keep_by_rank[axis.rank]
+                assert self.drops is not None
+                count = functools.partial(self.drops.add, wanted, expert_ids_TK, keep, weights_TK.detach())
+            routes, received, ends = plan_routes(expert_ids_TK, keep, counts_NE, axis.rank)
+        rows, row_weights = _ToExperts.apply(x_TD, weights_TK, *routes, received, self, layout, told.buffers, count)
         return Dispatched(rows, row_weights, ends, _Handle(routes, received, layout))
+
+    def _capacity(self, tokens: list[int]) -> int:
+        assert self._spec is not None
+        most = sum(tokens) * self._spec.top_k
+        if self.capacity_factor is None:
+            return most
+        return min(most, math.ceil(self.capacity_factor * max(tokens) * self._spec.top_k))
+
+    def _admit(
+        self, ids_TK: Tensor, weights_TK: Tensor, fallback_ids_TF: Tensor | None, tokens: list[int], layout: Layout
+    ) -> tuple[_Told, Admitted]:
+        """Tell all processes the whole routing, and decide as they do."""
+        assert self._spec is not None
+        assert self._axis is not None
+        spec, size, k = self._spec, self._axis.size, self._spec.top_k
+        # One notice: the weights' bits, the experts and the fallbacks, all of 32 bits.
+        parts = [weights_TK.detach().float().contiguous().view(torch.int32), ids_TK.to(torch.int32)]
+        if self.fallbacks:
+            assert fallback_ids_TF is not None
+            parts.append(fallback_ids_TF.to(torch.int32))
+        notice = torch.cat(parts, 1)
+        told = self.link.tell(notice, layout, [(count, notice.shape[1]) for count in tokens])
+        everyone = torch.cat(told.notices)
+        weights = everyone[:, :k].contiguous().view(torch.float32)
+        ids, fallback = everyone[:, k : 2 * k].long(), everyone[:, 2 * k :].long()
+        admitted = admit(
+            ids, weights, fallback if self.fallbacks else None, layout.capacity, spec.num_experts, size, self.seed
+        )
+        if self.overflow == "error":
+            torch._assert_async(
+                admitted.keep_AK.all(),
+                f"comm {self.name!r}: more routes go to a process than the {layout.capacity} rows that it has room for "
+                f"(capacity_factor {self.capacity_factor}, at most {max(tokens)} tokens of a process, top_k {k}); "
+                "raise capacity_factor, or choose overflow 'drop' or 'spill'",
+            )
+        return told, admitted
 
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Read each token's rows from where they are, and add them."""
@@ -269,12 +391,6 @@ class RowwiseComm(CommPlugin):
         if self._link is not None:
             self._link.memory.close()
         self._axis = self._spec = self._link = None
-
-    def _layout(self, tokens: int) -> Layout:
-        """Shapes are known on the host; those of the others come over the host."""
-        assert self._spec is not None
-        everyone = [count for (count,) in self.link.memory.exchange([tokens])]
-        return Layout(sum(everyone) * self._spec.top_k, self._spec.d_model, self._spec.dtype)
 
     def waiting(self, what: str) -> _Waiting:
         """A context in which a process that does not come is named."""

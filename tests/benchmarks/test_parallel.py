@@ -35,6 +35,25 @@ def test_each_strategy_has_its_turns_and_bytes_follow_the_formula():
 
 
 @pytest.mark.slow
+def test_expert_parallelism_is_timed_with_the_plugin_that_is_asked_for():
+    text, results = run("parallel.py", "--part", "speed", "--comm", "rowwise", "--rounds", "1", "--steps", "1",
+                        *SMALL.split())  # fmt: skip
+    assert "comm rowwise" in text
+    assert results["speed"]["moe_ep2"]["tokens_per_s"]["median"] > 0
+
+
+def test_a_layer_s_travel_is_timed_apart_from_its_experts():
+    sizes = "--tokens 64 --d-model 16 --hidden 16 --experts 4 --top-k 2"
+    text, results = run("rowwise.py", "--rounds", "2", *sizes.split())
+    assert "dispatch + combine" in text
+    assert set(results["travel"]) == {"rowwise", "all_to_all"}
+    assert len(results["travel_ratio"]["rounds"]) == len(results["experts_of_products"]["rounds"]) == 2
+    by_part = results["seconds_by_part"]["rowwise"]
+    travel = [sum(part["rounds"][i] for name, part in by_part.items() if "experts" not in name) for i in range(2)]
+    assert travel == pytest.approx(results["travel"]["rowwise"]["rounds"])
+
+
+@pytest.mark.slow
 def test_schedules_are_timed_beside_their_plan():
     text, results = run("pipeline.py", "--part", "measured", "--rounds", "1", "--steps", "1", "--rows", "1")
     assert "zbv_zero_bubble" in text

@@ -1,0 +1,170 @@
+"""Which routes a process takes when more come than it has room for: a choice that favours nobody.
+
+Every process of the axis computes the same decision from the routes of all, with operations on tensors only. A process
+takes the routes with the largest router weights, whatever expert they want and wherever they come from. Equal weights
+are ordered by a hash of the route's number, the seed and the routing of the whole batch: a fixed order of processes,
+tokens or experts would be a bias. The decision depends on routing, room and seed alone, so that a recomputation finds
+it again.
+
+A tokens of all processes together, K chosen experts, F further ones of a token in its router's order, R = A*K routes,
+E experts of all processes, N processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Overflow = Literal["drop", "spill", "error"]
+
+
+class Admitted(NamedTuple):
+    """What becomes of the routes."""
+
+    expert_ids_AK: Tensor
+    """int64 [A, K]: where a route goes; another expert than it wanted only after a spill."""
+    keep_AK: Tensor
+    """bool [A, K]."""
+
+
+def admit(
+    expert_ids_AK: Tensor,
+    weights_AK: Tensor,
+    fallback_ids_AF: Tensor | None,
+    capacity: int,
+    num_experts: int,
+    size: int,
+    seed: int = 0,
+) -> Admitted:
+    """Fill each process with the heaviest routes, and send what is left to the next expert of its token with room.
+
+    Args:
+        expert_ids_AK: int64 [A, K].
+        weights_AK: fp32 [A, K]. A route that moves to another expert keeps its weight.
+        fallback_ids_AF: int64 [A, F], experts that the token did not choose, the best first; ``None`` to drop what
+            does not fit.
+        capacity: routes that a process takes.
+        num_experts: E.
+        size: N.
+        seed: turns the order of routes with equal weights.
+    """
+    local, (tokens, k) = num_experts // size, expert_ids_AK.shape
+    ids, weights = expert_ids_AK.reshape(-1), weights_AK.detach().reshape(-1)
+    order = _order(ids, weights, seed)
+    kept = _fits(ids // local, torch.ones_like(ids, dtype=torch.bool), order, ids.new_zeros(size), capacity)
+    if fallback_ids_AF is not None:
+        for fallback_A in fallback_ids_AF.unbind(1):
+            # Of a token's routes that are left, one asks in each turn, so that no two of them reach the same expert.
+            left = ~kept.view(tokens, k)
+            asks = (left & (left.cumsum(1) == 1)).view(-1)
+            wanted = fallback_A[:, None].expand(tokens, k).reshape(-1)
+            moved = _fits(wanted // local, asks, order, _count(ids // local, kept, size), capacity)
+            ids = torch.where(moved, wanted, ids)
+            kept = kept | moved
+    return Admitted(ids.view(tokens, k), kept.view(tokens, k))
+
+
+def _order(ids_R: Tensor, weights_R: Tensor, seed: int) -> Tensor:
+    """Routes by falling weight; among equal ones by a hash that differs from batch to batch. int64 [R]."""
+    number = torch.arange(len(ids_R), device=ids_R.device)
+    salt = _hash(number * 31 + ids_R * 0x9E3779B1).sum() + seed
+    first = torch.argsort(_hash(number + _hash(salt)), stable=True)
+    return first.index_select(0, torch.argsort(weights_R.index_select(0, first), descending=True, stable=True))
+
+
+def _hash(number: Tensor) -> Tensor:
+    """32 bits that look random, from integers (the finaliser of MurmurHash3)."""
+    mask = 0xFFFFFFFF
+    x = number & mask
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & mask
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & mask
+    return x ^ (x >> 16)
+
+
+def _fits(process_R: Tensor, asks_R: Tensor, order_R: Tensor, used_N: Tensor, capacity: int) -> Tensor:
+    """Which of those that ask find room at the process they ask, in this order."""
+    size = len(used_N)
+    # Those who do not ask stand behind all processes, where there is no room.
+    asked = torch.where(asks_R, process_R, size).index_select(0, order_R)
+    place = torch.argsort(asked, stable=True)
+    asked = asked.index_select(0, place)
+    counts = torch.zeros(size + 1, dtype=torch.int64, device=asked.device)
+    counts.scatter_add_(0, asked, torch.ones_like(asked))
+    position = torch.arange(len(asked), device=asked.device) - (counts.cumsum(0) - counts).index_select(0, asked)
+    room = torch.cat([capacity - used_N, used_N.new_zeros(1)])
+    fits = position < room.index_select(0, asked)
+    return torch.zeros_like(asks_R).scatter_(0, order_R.index_select(0, place), fits)
+
+
+def _count(process_R: Tensor, which_R: Tensor, size: int) -> Tensor:
+    counts = torch.zeros(size, dtype=torch.int64, device=process_R.device)
+    return counts.scatter_add_(0, process_R, which_R.long())
+
+
+@dataclass
+class DropCounters:
+    """What was dropped of this process' tokens since the last :meth:`reset`: tensors on the device, added up there.
+
+    Args:
+        num_experts: E.
+        size: N.
+        device: of the counters.
+    """
+
+    num_experts: int
+    size: int
+    device: torch.device
+    routes: Tensor = field(init=False)
+    """int64 []: routes that were asked for."""
+    dropped_by_expert: Tensor = field(init=False)
+    """int64 [E]: by the expert that was chosen."""
+    dropped_by_rank: Tensor = field(init=False)
+    """int64 [N]: by the process that has it."""
+    moved_by_expert: Tensor = field(init=False)
+    """int64 [E]: routes that another expert took, by the one that was chosen."""
+    weight_removed_by_expert: Tensor = field(init=False)
+    """fp32 [E]: router weight of the dropped routes."""
+    tokens: Tensor = field(init=False)
+    """int64 []."""
+    tokens_losing_any: Tensor = field(init=False)
+    """int64 []: tokens with at least one dropped route."""
+    tokens_losing_all: Tensor = field(init=False)
+    """int64 []: tokens without a route left."""
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again."""
+        for name in ("routes", "tokens", "tokens_losing_any", "tokens_losing_all"):
+            setattr(self, name, torch.zeros((), dtype=torch.int64, device=self.device))
+        for name in ("dropped_by_expert", "moved_by_expert"):
+            setattr(self, name, torch.zeros(self.num_experts, dtype=torch.int64, device=self.device))
+        self.dropped_by_rank = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        self.weight_removed_by_expert = torch.zeros(self.num_experts, device=self.device)
+
+    def add(self, wanted_TK: Tensor, taken_TK: Tensor, keep_TK: Tensor, weights_TK: Tensor) -> None:
+        """Count a dispatch.
+
+        Args:
+            wanted_TK: int64 [T, K], the experts that were chosen.
+            taken_TK: int64 [T, K], those that the routes go to.
+            keep_TK: bool [T, K].
+            weights_TK: fp32 [T, K].
+        """
+        if not len(wanted_TK):
+            return
+        lost, flat = ~keep_TK, wanted_TK.reshape(-1)
+        self.routes += flat.numel()
+        self.tokens += len(wanted_TK)
+        self.tokens_losing_any += lost.any(1).sum()
+        self.tokens_losing_all += lost.all(1).sum()
+        dropped = torch.zeros_like(self.dropped_by_expert).scatter_add_(0, flat, lost.reshape(-1).long())
+        self.dropped_by_expert += dropped
+        self.dropped_by_rank += dropped.view(self.size, -1).sum(1)
+        self.moved_by_expert.scatter_add_(0, flat, (keep_TK & (wanted_TK != taken_TK)).reshape(-1).long())
+        removed = torch.where(lost, weights_TK.detach().float(), 0.0)
+        self.weight_removed_by_expert.scatter_add_(0, flat, removed.reshape(-1))

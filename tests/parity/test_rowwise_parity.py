@@ -1,0 +1,91 @@
+"""With rows in the memory of peers every topology computes what one process computes; bounds as in ``test_parity``.
+
+The pipelines are those whose leases are hardest: several microbatches in flight, a backward pass that is split so that
+the experts' weights read the rows last, and blocks that are computed again.
+"""
+
+import dataclasses
+
+import pytest
+
+from olmoe_lightning.parallel.stages import SCHEDULES
+from olmoe_lightning.parity import ParityCase, compare, format_table, record
+
+SPLITS = {2: [3, 5], 4: [1, 3, 2, 2]}  # by the number of stages
+MESHES = [(1, 2), (2, 2), (1, 4)]  # (expert_replica, expert)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Records of one process, each made once."""
+    known = {}
+
+    def make(case):
+        plain = {"schedule": "1f1b", "split": None, "shard_optimizer": True, "recompute": "none", "comm": "auto"}
+        if case.routing != "idle_rank":
+            plain["expert_parallel"] = 1
+        key = dataclasses.replace(case, **plain)
+        if key not in known:
+            known[key] = record(case, alone=True)
+        return known[key]
+
+    return make
+
+
+def on(expert_replica, expert, **options):
+    return ParityCase(devices=expert_replica * expert, expert_parallel=expert, comm="rowwise", **options)
+
+
+def in_a_pipeline(schedule, expert_replica=1, **options):
+    stages = 2 * SCHEDULES[schedule].stages_per_rank
+    return ParityCase(
+        devices=4 * expert_replica,
+        pipeline_parallel=2,
+        expert_parallel=2,
+        schedule=schedule,
+        num_microbatches=max(stages, 4),
+        split=SPLITS[stages],
+        comm="rowwise",
+        **options,
+    )
+
+
+def check(case, alone, workers):
+    rows = compare(alone(case), workers(case.devices).run(record, case)[0], case.bound)
+    wrong = [row for row in rows if not row.ok]
+    assert not wrong, "\n" + format_table(rows)
+
+
+def by_default(values, *usual):
+    """Only some run each time."""
+    return [value if value in usual else pytest.param(value, marks=pytest.mark.parity) for value in values]
+
+
+@pytest.mark.parametrize("mesh", by_default(MESHES, (2, 2)))
+@pytest.mark.parametrize("precision", by_default(["fp32", "bf16"], "fp32"))
+def test_every_mesh_equals_one_process(mesh, precision, alone, workers):
+    check(on(*mesh, precision=precision, accumulate=2, clip=0.5), alone, workers)
+
+
+@pytest.mark.parametrize("mesh", by_default(MESHES, (1, 2)))
+@pytest.mark.parametrize("routing", ["empty_experts", "hot_expert", "idle_rank"])
+def test_every_routing_equals_one_process(mesh, routing, alone, workers):
+    check(on(*mesh, routing=routing), alone, workers)
+
+
+@pytest.mark.parametrize("mesh", by_default([(1, 2), (2, 2)], (1, 2)))
+@pytest.mark.parametrize("recompute", ["block", "experts"])
+def test_recompute_equals_one_process(mesh, recompute, alone, workers):
+    check(on(*mesh, recompute=recompute, accumulate=2), alone, workers)
+
+
+@pytest.mark.parametrize("schedule", by_default(SCHEDULES, "1f1b", "zbv_zero_bubble"))
+def test_every_schedule_equals_one_process(schedule, alone, workers):
+    check(in_a_pipeline(schedule), alone, workers)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["block", "experts"])
+def test_every_schedule_with_recompute_equals_one_process(schedule, recompute, alone, workers):
+    check(in_a_pipeline(schedule, recompute=recompute, accumulate=2), alone, workers)

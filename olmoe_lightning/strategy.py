@@ -59,8 +59,8 @@ class MoEStrategy(CheckpointStrategy):
             the pipeline.
         stages_per_rank: stages of each process; by default what the schedule needs.
         pipeline_split: number of layers of each stage, in place of the split by cost.
-        comm: how tokens travel to them: ``auto``, the name of a plugin (``local``, ``all_to_all``, or one that another
-            package registered), or a :class:`~olmoe_lightning.plugins.CommPlugin`.
+        comm: how tokens travel to them: ``auto``, the name of a plugin (``local``, ``all_to_all``, ``rowwise``, or one
+            that another package registered), or a :class:`~olmoe_lightning.plugins.CommPlugin`.
         shard_optimizer: each process updates its part of the parameters (ZeRO stage 1); ``False`` is plain data
             parallelism, for optimizers that need whole matrices.
         on_non_finite: ``skip`` an optimizer step whose loss or gradient is not finite, on all processes alike, or

@@ -22,8 +22,7 @@ def expert_mlp(rows_RD: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights_R
     """``w_down[e] @ (weight * swiglu(w_gate_up[e] @ row))`` for each row of expert e.
 
     Args:
-        rows_RD: [R, D]; rows from ``offsets[-1]`` on belong to nobody and are not read: what the result and the
-            gradients of rows and row weights hold there is undefined.
+        rows_RD: [R, D]; rows from ``offsets[-1]`` on belong to nobody, give zero and get no gradient.
         w_gate_up: [E, 2H, D], gate rows first.
         w_down: [E, D, H].
         row_weights_R: fp32 [R].
@@ -67,8 +66,8 @@ class _ExpertMLP(torch.autograd.Function):
         experts, width, hidden = w_down.shape
         gate_up, y = rows.new_empty(len(rows), 2 * hidden), torch.empty_like(rows)
         library().experts_forward(
-            *map(pointer, (rows, w_gate_up, w_down, row_weights, offsets)), *map(integer, (experts, width, hidden)),
-            pointer(gate_up), pointer(y), torch.get_num_threads(),
+            *map(pointer, (rows, w_gate_up, w_down, row_weights, offsets)),
+            *map(integer, (len(rows), experts, width, hidden)), pointer(gate_up), pointer(y), torch.get_num_threads(),
         )  # fmt: skip
         ctx.save_for_backward(rows, w_gate_up, w_down, row_weights, offsets, gate_up)
         return y
@@ -83,6 +82,6 @@ class _ExpertMLP(torch.autograd.Function):
         grads = [torch.empty_like(each) if need else None for each, need in zip(inputs, needed, strict=True)]
         library().experts_backward(
             *map(pointer, (grad, rows, w_gate_up, w_down, row_weights, gate_up, offsets)),
-            *map(integer, w_down.shape), *map(pointer, grads), torch.get_num_threads(),
+            *map(integer, (len(rows), *w_down.shape)), *map(pointer, grads), torch.get_num_threads(),
         )  # fmt: skip
         return (*grads, None)

@@ -77,19 +77,21 @@ def test_gradients_of_experts_without_rows_are_zeros():
         assert grad[3].any()
 
 
-def test_rows_of_nobody_reach_neither_results_nor_gradients_of_others():
+def test_rows_of_nobody_give_zero_and_get_no_gradient():
     sizes = [2, 0, 3]
     clean = operands(sizes)
     dirty = [clean[0].detach(), clean[1], clean[2], clean[3].detach()]
     dirty[0] = torch.cat([dirty[0], torch.full((2, WIDTH), math.nan)]).requires_grad_()
     dirty[3] = torch.cat([dirty[3], torch.full((2,), math.nan)]).requires_grad_()
     y = expert_mlp(*dirty, ends(sizes))
+    assert torch.equal(y[5:], torch.zeros_like(y[5:]))
     expected = expert_mlp(*clean, ends(sizes))
     torch.testing.assert_close(y[:5], expected, **CLOSE)
     found = torch.autograd.grad(y[:5].square().sum(), dirty)
     reference = torch.autograd.grad(expected.square().sum(), clean)
     torch.testing.assert_close(found[0][:5], reference[0], **CLOSE)
     torch.testing.assert_close(found[3][:5], reference[3], **CLOSE)
+    assert torch.equal(found[0][5:], torch.zeros_like(found[0][5:]))
     for ours, theirs in zip(found[1:3], reference[1:3], strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 

@@ -51,18 +51,26 @@ std::vector<int64_t> by_size(const int32_t* offsets, int64_t experts) {
   return order;
 }
 
+// The rows that belong to nobody; nothing to do without a place for them.
+void zero_tail(float* rows, const int32_t* offsets, int64_t experts, int64_t total_rows, int64_t width) {
+  const int64_t end = experts ? offsets[experts - 1] : 0;
+  if (rows && end < total_rows) std::memset(rows + end * width, 0, (total_rows - end) * width * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
 
-// x [R, D], w_gate_up [E, 2H, D], w_down [E, D, H], row_weights [R], offsets [E] -> gate_up [R, 2H], y [R, D].
+// x [R, D], w_gate_up [E, 2H, D], w_down [E, D, H], row_weights [R], offsets [E] -> gate_up [R, 2H], y [R, D]. Rows
+// behind the last offset belong to nobody: they are not read, and give zero.
 void experts_forward(const float* x, const float* w_gate_up, const float* w_down, const float* row_weights,
-                     const int32_t* offsets, int64_t experts, int64_t width, int64_t hidden, float* gate_up, float* y,
-                     int threads) {
+                     const int32_t* offsets, int64_t total_rows, int64_t experts, int64_t width, int64_t hidden,
+                     float* gate_up, float* y, int threads) {
   struct Piece {
     int64_t expert, start, rows;
   };
   std::vector<Piece> pieces;
+  zero_tail(y, offsets, experts, total_rows, width);
   for (int64_t e : by_size(offsets, experts)) {
     for (int64_t start = e ? offsets[e - 1] : 0; start < offsets[e]; start += kBlock) {
       pieces.push_back({e, start, std::min<int64_t>(kBlock, offsets[e] - start)});
@@ -89,10 +97,12 @@ void experts_forward(const float* x, const float* w_gate_up, const float* w_down
 // The gradients of those inputs for which there is a place (the others are null); a thread owns an expert, so that it
 // alone adds to that expert's weight gradients. Experts without rows get zero gradients.
 void experts_backward(const float* grad_y, const float* x, const float* w_gate_up, const float* w_down,
-                      const float* row_weights, const float* gate_up, const int32_t* offsets, int64_t experts,
-                      int64_t width, int64_t hidden, float* grad_x, float* grad_w_gate_up, float* grad_w_down,
-                      float* grad_row_weights, int threads) {
+                      const float* row_weights, const float* gate_up, const int32_t* offsets, int64_t total_rows,
+                      int64_t experts, int64_t width, int64_t hidden, float* grad_x, float* grad_w_gate_up,
+                      float* grad_w_down, float* grad_row_weights, int threads) {
   const std::vector<int64_t> order = by_size(offsets, experts);
+  zero_tail(grad_x, offsets, experts, total_rows, width);
+  zero_tail(grad_row_weights, offsets, experts, total_rows, 1);
 #pragma omp parallel num_threads(threads)
   {
     float* grad_gu = scratch<0>(kBlock * 2 * hidden);

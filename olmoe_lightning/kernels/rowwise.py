@@ -76,7 +76,7 @@ def plan_routes(
 
 def _place(expert_ids_TK: Tensor, keep_TK: Tensor | None, base_E: Tensor, experts_local: int) -> Routes:
     experts = len(base_E)
-    if usable() and expert_ids_TK.device.type == "cpu":
+    if usable() and type(expert_ids_TK) is Tensor and expert_ids_TK.device.type == "cpu":
         ids = expert_ids_TK.contiguous()
         keep = None if keep_TK is None else keep_TK.contiguous()
         routes = Routes(torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))

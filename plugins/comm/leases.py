@@ -114,6 +114,11 @@ class Layout:
         self._weights = -(-rows // 64) * 64
         self.nbytes = self._weights + 4 * (capacity + 1)
 
+    @classmethod
+    def of(cls, rows: Tensor, capacity: int) -> Layout:
+        """For rows of the same width and dtype as these."""
+        return cls(capacity, rows.shape[1], rows.dtype)
+
     def window(self, storage: Tensor) -> Window:
         """Rows and weights of a buffer."""
         rows = carve(storage, (self.capacity + 1, self.d_model), self.dtype, 0)

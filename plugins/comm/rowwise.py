@@ -134,7 +134,7 @@ class Link:
 class _Handle(NamedTuple):
     routes: Routes
     received_NL: Tensor
-    layout: Layout
+    capacity: int
 
 
 class _ToExperts(torch.autograd.Function):
@@ -153,7 +153,7 @@ class _ToExperts(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Saved, not kept: where the forward pass is computed again, the rows stand where that one says.
         ctx.save_for_backward(rank_TK, row_TK, received_NL)
-        ctx.plugin, ctx.layout, ctx.count = plugin, layout, count
+        ctx.plugin, ctx.capacity, ctx.count = plugin, layout.capacity, count
         with plugin.waiting("rows"):
             return plugin.link.write(x_TD, weights_TK, Routes(rank_TK, row_TK), layout, buffers)
 
@@ -165,8 +165,9 @@ class _ToExperts(torch.autograd.Function):
         if ctx.count is not None:
             ctx.count()  # here, since the forward pass may be computed again
         with ctx.plugin.waiting("gradients of rows"):
+            layout = Layout.of(grad_CD, ctx.capacity)
             grad_x, grad_weights = ctx.plugin.link.read(
-                grad_CD, grad_weights_C, Routes(rank_TK, row_TK), received, ctx.layout
+                grad_CD, grad_weights_C, Routes(rank_TK, row_TK), received, layout
             )
         return grad_x, grad_weights, *[None] * 7
 
@@ -180,11 +181,11 @@ class _Home(torch.autograd.Function):
         row_TK: Tensor,
         received_NL: Tensor,
         plugin: RowwiseComm,
-        layout: Layout,
     ) -> Tensor:
         ctx.save_for_backward(rank_TK, row_TK)
-        ctx.plugin, ctx.layout = plugin, layout
+        ctx.plugin, ctx.capacity = plugin, len(rows_CD)
         with plugin.waiting("rows on their way home"):
+            layout = Layout.of(rows_CD, len(rows_CD))
             return plugin.link.read(rows_CD, None, Routes(rank_TK, row_TK), received_NL, layout)[0]
 
     @staticmethod
@@ -192,9 +193,9 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         routes, link = Routes(*ctx.saved_tensors), ctx.plugin.link
         with ctx.plugin.waiting("gradients on their way to the experts"):
-            buffers = link.agree(ctx.layout)
-            grad_CD = link.write(grad_TD, None, routes, ctx.layout, buffers).rows
-        return grad_CD, None, None, None, None, None
+            layout = Layout.of(grad_TD, ctx.capacity)
+            grad_CD = link.write(grad_TD, None, routes, layout, link.agree(layout)).rows
+        return grad_CD, None, None, None, None
 
 
 class RowwiseComm(CommPlugin):
@@ -328,7 +329,7 @@ class RowwiseComm(CommPlugin):
             )
         with self.waiting("counts"), torch.no_grad():
             tokens = [count for (count,) in link.memory.exchange([len(x_TD)])]  # shapes, which the host knows
-            layout = Layout(self._capacity(tokens), spec.d_model, spec.dtype)
+            layout = Layout.of(x_TD, self._capacity(tokens))
             if self.capacity_factor is None:
                 keep, count = None, None
                 counts = count_routes(expert_ids_TK, None, spec.num_experts)
@@ -344,7 +345,7 @@ class RowwiseComm(CommPlugin):
                 count = functools.partial(self.drops.add, wanted, expert_ids_TK, keep, weights_TK.detach())
             routes, received, ends = plan_routes(expert_ids_TK, keep, counts_NE, axis.rank)
         rows, row_weights = _ToExperts.apply(x_TD, weights_TK, *routes, received, self, layout, told.buffers, count)
-        return Dispatched(rows, row_weights, ends, _Handle(routes, received, layout))
+        return Dispatched(rows, row_weights, ends, _Handle(routes, received, layout.capacity))
 
     def _capacity(self, tokens: list[int]) -> int:
         assert self._spec is not None
@@ -384,7 +385,14 @@ class RowwiseComm(CommPlugin):
 
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Read each token's rows from where they are, and add them."""
-        return _Home.apply(rows_RD, *handle.routes, handle.received_NL, self, handle.layout)
+        assert self._axis is not None
+        assert self._spec is not None
+        if rows_RD.shape != (handle.capacity, self._spec.d_model):
+            raise ValueError(
+                f"combine on {describe(self._axis)}: rows of shape {(handle.capacity, self._spec.d_model)} expected, "
+                f"as they were dispatched, got {tuple(rows_RD.shape)}"
+            )
+        return _Home.apply(rows_RD, *handle.routes, handle.received_NL, self)
 
     def teardown(self) -> None:
         """Give the memory back; what autograd still holds goes with it."""

@@ -2,16 +2,19 @@
 
 import contextlib
 import gc
+import threading
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from multiprocess import WorkerError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from olmoe_lightning.kernels import expert_mlp, reference_kernels
+from olmoe_lightning.kernels.virtual_memory import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 from olmoe_lightning.plugins.comm.leases import LeaseError
@@ -82,20 +85,30 @@ def no_value_on_the_host():
         yield
 
 
-def travel_without_looking(kernels):
+LIMITS = [
+    {},
+    {"capacity_factor": 100.0},
+    {"capacity_factor": 100.0, "overflow": "spill"},
+    {"capacity_factor": 100.0, "overflow": "error"},
+]
+
+
+def travel_without_looking(kernels, options):
     axis = expert_axis()
-    comm = make(axis)
+    comm = make(axis, **options)
     x, ids, weights, _ = batch(axis, tokens=3 + axis.rank)
+    extra = {"fallback_ids_TF": (ids + 1) % 2} if comm.fallbacks else {}
     with reference_kernels() if kernels == "reference" else contextlib.nullcontext(), no_value_on_the_host():
-        sent = comm.dispatch(x, ids, weights)
+        sent = comm.dispatch(x, ids, weights, **extra)
         y = comm.combine(sent.rows_RD * sent.row_weights_R[:, None], sent.handle)
         y.sum().backward()
     return [tensor.detach() for tensor in (y, weights.sum(1, keepdim=True) * x, x.grad, weights.grad, x, weights)]
 
 
+@pytest.mark.parametrize("options", LIMITS)
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_no_value_of_a_tensor_is_read_on_the_host_forward_or_backward(workers, kernels):
-    for y, wanted, grad_x, grad_weights, x, weights in workers(2).run(travel_without_looking, kernels):
+def test_no_value_of_a_tensor_is_read_on_the_host_forward_or_backward(workers, kernels, options):
+    for y, wanted, grad_x, grad_weights, x, weights in workers(2).run(travel_without_looking, kernels, options):
         # two products and a sum of fp32 numbers of order one
         torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad_x, weights.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-6)
@@ -118,6 +131,34 @@ def test_no_value_of_a_tensor_is_read_on_the_host_forward_or_backward(workers, k
 def test_a_look_at_a_value_is_noticed(look):
     with no_value_on_the_host(), pytest.raises(AssertionError, match=r"read|value"):
         look(torch.arange(3))
+
+
+def travel_without_values(memory, options, seen):
+    axis = Axis("expert", tuple(range(memory.size)), memory.rank)
+    comm = RowwiseComm(**options)
+    comm.setup_on(memory, axis, CommSpec(EXPERTS * axis.size, K, D, torch.float32, CPU))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, ids, weights, _ = batch(axis, tokens=3 + axis.rank)
+        extra = {"fallback_ids_TF": ids} if comm.fallbacks else {}
+        sent = comm.dispatch(x, ids, weights, **extra)
+        y = comm.combine(sent.rows_RD * sent.row_weights_R[:, None], sent.handle)
+        y.sum().backward()
+    assert isinstance(y, FakeTensor)
+    seen[memory.rank] = [tuple(tensor.shape) for tensor in (sent.rows_RD, sent.offsets_E, y, x.grad, weights.grad)]
+
+
+@pytest.mark.parametrize("options", [*LIMITS[:3], {"capacity_factor": 0.5}])
+def test_all_shapes_follow_from_shapes_as_fake_tensors_show(options):
+    ranks, seen = VirtualRanks(2, timeout=20), {}
+    threads = [
+        threading.Thread(target=travel_without_values, args=(ranks.memory(rank), options, seen)) for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    capacity = 4 if options.get("capacity_factor") == 0.5 else 14
+    assert seen == {r: [(capacity, D), (EXPERTS,), (3 + r, D), (3 + r, D), (3 + r, K)] for r in range(2)}
 
 
 # ------------------------------------------------------------------------------------------------- leases
@@ -256,6 +297,27 @@ def test_token_counts_may_grow_and_differ(workers):
     assert workers(2).run(grow) == [[True] * 3] * 2
 
 
+def other_dtypes():
+    """Under autocast tokens, rows and results differ in dtype from each other and from the spec."""
+    axis = expert_axis()
+    comm = make(axis)
+    x, ids, weights, experts = batch(axis)
+    plain = layer(comm, x, ids, weights, experts)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(comm, x, ids, weights, experts)
+    half = layer(comm, x.double().to(torch.bfloat16), ids, weights, [e.to(torch.bfloat16) for e in experts])
+    y.float().sum().backward()
+    close = [((found.float() - plain).abs().max() / plain.abs().max()).item() for found in (y, half)]
+    return y.dtype, half.dtype, x.grad.dtype, close
+
+
+def test_rows_may_have_another_dtype_than_was_said(workers):
+    for y, half, grad, close in workers(2).run(other_dtypes):
+        assert y == half == torch.bfloat16
+        assert grad == torch.float32
+        assert max(close) < 0.05  # some roundings of bf16, 2^-8 each
+
+
 # ------------------------------------------------------------------------------------------------- errors
 
 
@@ -285,6 +347,13 @@ def test_an_exchange_that_fails_names_who_is_missing(workers):
     assert "rank 1 failed after it: RuntimeError: comm 'rowwise' on axis 'expert', rank 1 of 2: the exchange of counts "
     assert "failed: rank 0 of 2 (process" in str(caught.value)
     assert "has ended" in str(caught.value)
+
+
+def test_rows_that_were_not_dispatched_are_refused():
+    comm = make()
+    sent = comm.dispatch(*batch()[:3])
+    with pytest.raises(ValueError, match=r"rows of shape \(10, 8\) expected, as they were dispatched, got \(9, 8\)"):
+        comm.combine(sent.rows_RD[:9], sent.handle)
 
 
 def test_setup_comes_first_and_options_are_checked():

@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 parity: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/parity -m "parity or not parity"
+	$(BIN)/python -m pytest tests/parity tests/checkpoint -m "parity or not parity and not slow"
 
 slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -103,10 +104,10 @@ def test_an_example_of_several_processes_trains(name, folder):
     printed = as_a_stranger([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)
     assert "best validation loss" in printed
     run = folder / "runs" / name / "version_0"
-    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    checkpoint = read_meta(run / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == 3
-    experts = checkpoint["state_dict"]["model.blocks.0.moe.experts.w_gate_up"]
-    assert len(experts) == checkpoint["hyper_parameters"]["config"]["num_experts"]
+    experts, *_ = checkpoint[KEY]["shapes"]["model.blocks.0.moe.experts.w_gate_up"]
+    assert experts == checkpoint["hyper_parameters"]["config"]["num_experts"]
 
 
 def snippets():

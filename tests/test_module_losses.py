@@ -261,6 +261,7 @@ def test_dense_models_have_no_router_losses(small_config, small_data, quiet_trai
     assert module.routing_stats is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(" " in torch.__file__, reason="torch's own compiler cannot link below a folder with a space")
 def test_compiled_blocks_give_the_same_losses(small_config, small_data, quiet_trainer):
     losses = []

@@ -385,6 +385,7 @@ def main(folder):
     trainer.fit(Fails(CONFIG), DataLoader(Rows(), batch_size=None))
 
 
+@pytest.mark.slow
 def test_an_exception_with_a_save_in_flight_ends_the_run_soon_and_leaves_whole_checkpoints(tmp_path):
     command = [sys.executable, __file__, str(tmp_path)]
     process = subprocess.Popen(

@@ -445,7 +445,7 @@ def test_the_weights_of_another_configuration_are_listed(tmp_path):
 
 # ------------------------------------------------------------------------------------------------- memory
 
-LARGE = CONFIG.replace(d_model=512, head_dim=64, num_heads=8, num_experts=8, expert_hidden=1024, num_layers=2)
+LARGE = CONFIG.replace(d_model=512, head_dim=64, num_heads=8, num_experts=8, expert_hidden=1024, num_layers=5)
 
 
 def own_memory():
@@ -484,7 +484,7 @@ def grown_in_a_new_process(small, call, options):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has")
 def test_memory_is_that_of_two_chunks(tmp_path):
-    """Two stored chunks while one is read, and one that is written: 4 MiB here, of a model with 100 MB."""
+    """Two stored chunks while one is read, and one that is written: 4 MiB here, of a model with 265 MB."""
     chunk = 2**20
     fragments, shapes = [], native_shapes(LARGE)
     for name, shape in shapes.items():
@@ -497,7 +497,7 @@ def test_memory_is_that_of_two_chunks(tmp_path):
     (tmp_path / "a").mkdir()
     write_sharded(tmp_path / "a", fragments, meta, lambda _: None)
     source, total = str(tmp_path / "a"), 4 * LARGE.num_params
-    assert total > 100e6
+    assert total > 250e6
     single = {"from_native": source, "to_safetensors": str(tmp_path / "a.safetensors")}
     again = {"from_native": source, "to_sharded": str(tmp_path / "b")}
     cut_by_hand(tmp_path / "small", CONFIG, 1000)
@@ -505,5 +505,6 @@ def test_memory_is_that_of_two_chunks(tmp_path):
     in_memory = grown_in_a_new_process(tmp_path / "small", read, {"directory": source})
     assert in_memory > 0.9 * total  # negative control: reading it all is seen
     for grown in conversions:
-        # A piece of at most 32 MiB put together from chunks, a copy of it, and two chunks: 75 MB.
-        assert grown < 80e6, grown
+        # A piece of at most 32 MiB put together from chunks, a copy of it, and two chunks: 75 MB; and what the
+        # allocator keeps, which differs from run to run.
+        assert grown < 150e6, grown

@@ -363,7 +363,8 @@ def _read_stored(file: Any, info: Any, item: ReadItem, entries: Mapping[str, Any
     header = file.read(30)  # the local one, whose name and extra field may have other lengths than the directory's
     start = info.offset + record.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
     values = target if target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
-    view = memoryview(values.view(torch.uint8).numpy())
+    raw: Any = values.view(torch.uint8).numpy()
+    view = memoryview(raw)
     file.seek(start + item.storage_offsets[0] * dtype.itemsize)
     while len(view):
         count = file.readinto(view)

@@ -83,6 +83,7 @@ def test_the_script_trains(folder, monkeypatch, capsys):
     assert "The model continues" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_plugin_of_the_example_conforms(tmp_path):
     script = [sys.executable, str(EXAMPLES / "custom_comm_plugin.py")]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -98,7 +99,9 @@ def as_a_stranger(command, folder):
     return run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "expert_parallel")) for name in SEVERAL]
+)
 def test_an_example_of_several_processes_trains(name, folder):
     command = [sys.executable, "-m", "olmoe_lightning.cli", "fit", "--config", str(EXAMPLES / f"{name}.yaml")]
     printed = as_a_stranger([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)

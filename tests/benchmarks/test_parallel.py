@@ -42,6 +42,7 @@ def test_expert_parallelism_is_timed_with_the_plugin_that_is_asked_for():
     assert results["speed"]["moe_ep2"]["tokens_per_s"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_a_layer_s_travel_is_timed_apart_from_its_experts():
     sizes = "--tokens 64 --d-model 16 --hidden 16 --experts 4 --top-k 2"
     text, results = run("rowwise.py", "--rounds", "2", *sizes.split())

@@ -6,6 +6,7 @@ from olmoe_lightning.cli import main
 from olmoe_lightning.parity import ParityCase, ParityError, run_parity
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_what_goes_on(capsys):
     assert main(["parity", "--devices", "2", "--expert-parallel", "2", "--accumulate", "2", "--clip", "1.0"]) == 0
     out, err = capsys.readouterr()

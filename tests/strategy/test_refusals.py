@@ -88,9 +88,7 @@ def test_manual_optimization(workers):
     check(workers, words, {}, change=("automatic_optimization", False))
 
 
-@pytest.mark.parametrize(
-    ("comm", "words"), [("all_to_al", ["all_to_all"]), ("rowwise", ["local"]), (7, ["all_to_all"])]
-)
+@pytest.mark.parametrize(("comm", "words"), [("all_to_al", ["all_to_all"]), ("deepep", ["local"]), (7, ["all_to_all"])])
 def test_unknown_comm_names_the_alternatives(workers, comm, words):
     check(workers, ["comm", str(comm), *words], {"comm": comm}, language_model, batches=sentences)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint import sharded as directories
@@ -23,6 +24,7 @@ from olmoe_lightning.parallel.full_state import (
     refuse_other_groups,
 )
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
+from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.random_state import restore_random_state
 from olmoe_lightning.training_state import TrainingState
 
@@ -39,21 +41,36 @@ class LoadingStrategy(ExpertStrategy):
         super().__init__(*args, **kwargs)
         self.sharded: ShardedOptimizer | None = None
         """The optimizer's mechanics while fitting."""
+        self._waits: WeightWaits | None = None
         self.skipped_steps = 0
         """Optimizer steps that were skipped because something was not finite."""
         self._resumed_random_state: dict[str, Any] | None = None
 
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last optimizer step have arrived from the other processes."""
+        if self.sharded is not None:
+            self.sharded.finish_gather()
+
     def _settle(self) -> None:
         """Wait for weights that are on their way, and make buffers equal."""
-        raise NotImplementedError
+        self.wait_for_weights()
+        if self.lightning_module is not None:
+            self._equalise_buffers(self.lightning_module)
+
+    def _equalise_buffers(self, module: nn.Module) -> None:
+        """Buffers (running statistics) are those of the first data rank, as under DDP."""
+        for buffer in module.buffers():
+            if buffer.numel() and buffer.device.type != "meta":
+                self.mesh.data.broadcast(buffer.data)
 
     def _close_optimizer(self) -> None:
         """Forget the optimizer of a run that is over."""
-        raise NotImplementedError
-
-    def wait_for_weights(self) -> None:
-        """Return when the weights of the last optimizer step have arrived from the other processes."""
-        raise NotImplementedError
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
+        if self.sharded is not None:
+            self.sharded.close()
+            self.sharded = None
 
     def _training_state(self) -> TrainingState:
         module = self.lightning_module
@@ -128,10 +145,9 @@ class LoadingStrategy(ExpertStrategy):
         meta = checkpoint[KEY]
         if self.sharded is None:
             return
-        refuse_other_groups(self.sharded, meta["group_of"])
         directory = Path(meta["directory"])
         fragments, state = self._training_state().optimizer_to_read(directories.index_of(directory), meta["scalars"])
-        options = group_options(self.sharded, meta["param_groups"])
+        options = self._agreed_options(self.sharded, meta)
         directories.load(directory, fragments, self._world_group())
         ids: dict[Any, int] = {}
         for group in self.sharded.optimizer.param_groups:
@@ -143,6 +159,20 @@ class LoadingStrategy(ExpertStrategy):
         ]
         numbered = {ids[master]: entries for master, entries in state.items()}
         self.sharded.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _agreed_options(self, sharded: ShardedOptimizer, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The saved options of each group here; stages have different groups, and what one refuses all refuse."""
+        options: list[dict[str, Any]] = []
+        refused = ""
+        try:
+            refuse_other_groups(sharded, meta["group_of"])
+            options = group_options(sharded, meta["param_groups"])
+        except ValueError as error:
+            refused = str(error)
+        for message in _gather_everywhere(refused, self._world_group()):
+            if message:
+                raise ValueError(message)
+        return options
 
     def _world_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.mesh.world.size > 1 else None
@@ -165,7 +195,7 @@ class LoadingStrategy(ExpertStrategy):
         super().on_train_batch_start(batch, batch_idx)
 
 
-def _gather_everywhere(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+def _gather_everywhere(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [own]
     found: list[Any] = [None] * dist.get_world_size(group)

@@ -145,7 +145,6 @@ class MoEStrategy(CheckpointStrategy):
         self.overlap_param_gather = overlap_param_gather
         self.bucket_megabytes = bucket_megabytes
         self.log_grad_norm = log_grad_norm
-        self._waits: WeightWaits | None = None
         self.grad_norm: float | None = None
         """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
         self.step_skipped = False
@@ -213,12 +212,6 @@ class MoEStrategy(CheckpointStrategy):
             axis = self.mesh.expert_replica if is_expert(parameter) else self.mesh.data
             axis.broadcast(parameter.data)
         self._equalise_buffers(module)
-
-    def _equalise_buffers(self, module: nn.Module) -> None:
-        """Buffers (running statistics) are those of the first data rank, as under DDP."""
-        for buffer in module.buffers():
-            if buffer.numel() and buffer.device.type != "meta":
-                self.mesh.data.broadcast(buffer.data)
 
     def _shard(self, trainer: Trainer, module: LightningModule, values: Mapping[nn.Parameter, Tensor]) -> None:
         self._step_open, self._loss_sum, self._fitted = False, None, module
@@ -411,11 +404,6 @@ class MoEStrategy(CheckpointStrategy):
             self.lightning_module.log("skipped_steps", float(self.skipped_steps))
         return result
 
-    def wait_for_weights(self) -> None:
-        """Return when the weights of the last optimizer step have arrived from the other processes."""
-        if self.sharded is not None:
-            self.sharded.finish_gather()
-
     # ---------------------------------------------------------------------------------------------- other loops
 
     @override
@@ -435,20 +423,7 @@ class MoEStrategy(CheckpointStrategy):
         self._settle()
         self.finish_saves()
 
-    def _settle(self) -> None:
-        self.wait_for_weights()
-        if self.lightning_module is not None:
-            self._equalise_buffers(self.lightning_module)
-
     # ---------------------------------------------------------------------------------------------- the end
-
-    def _close_optimizer(self) -> None:
-        if self._waits is not None:
-            self._waits.close()
-            self._waits = None
-        if self.sharded is not None:
-            self.sharded.close()
-            self.sharded = None
 
     @override
     def teardown(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -86,8 +85,6 @@ class CheckpointStrategy(LoadingStrategy):
         self._buffers = CopyBuffers()
         self._save_group: dist.ProcessGroup | None = None
         self._last_save_failed = False
-        self._room = threading.Semaphore(2)
-        self._queued: list[str] = []
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None  # of this run, on rank 0
 
@@ -133,7 +130,8 @@ class CheckpointStrategy(LoadingStrategy):
         if self.async_save and self._is_fitting():
             self._raise_failed_saves()
             fragments, own, rest = self._snapshot(checkpoint)
-            self._room.acquire()  # at most one is written while another one waits: each holds a copy
+            queue = self._save_queue()
+            queue.wait_for_room()
             buffers = self._buffers.copy([part.values for part in fragments])  # training goes on and changes them
             fragments = [
                 Fragment(part.name, part.size, part.start, values)
@@ -142,8 +140,7 @@ class CheckpointStrategy(LoadingStrategy):
             own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
             rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
             write = partial(self._write, Path(filepath), fragments, own, rest)
-            self._queued.append(str(filepath))
-            self._save_queue().add(write, f"saving {filepath}", partial(self._saved, str(filepath), buffers))
+            queue.add_save(write, str(filepath), partial(self._buffers.give_back, buffers))
             return
         if self._queue is not None:
             self._queue.drain()
@@ -151,12 +148,6 @@ class CheckpointStrategy(LoadingStrategy):
             self._write(Path(filepath), *self._snapshot(checkpoint))
         except SaveError as error:
             self._report(error)
-
-    def _saved(self, filepath: str, buffers: list[Tensor]) -> None:
-        """A save in the background has ended."""
-        self._buffers.give_back(buffers)
-        self._queued.remove(filepath)
-        self._room.release()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """One file, by rank 0; if it cannot be written all processes know."""
@@ -306,7 +297,8 @@ class CheckpointStrategy(LoadingStrategy):
             return
 
         def file_exists(filepath: Any, trainer: Trainer) -> bool:
-            queued = self.reduce_boolean_decision(str(filepath) in self._queued, all=False)
+            saving = self._queue is not None and str(filepath) in self._queue.saving
+            queued = self.reduce_boolean_decision(saving, all=False)
             return bool(exists(callback, filepath, trainer)) or queued
 
         callback.file_exists = file_exists

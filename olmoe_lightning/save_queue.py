@@ -11,9 +11,16 @@ from torch import Tensor
 
 
 class SaveQueue:
-    """A thread of its own for saving and removing checkpoints. All processes add the same work in the same order."""
+    """A thread of its own for saving and removing checkpoints. All processes add the same work in the same order.
 
-    def __init__(self) -> None:
+    Args:
+        room: saves that may be under way at once, the one that is written and those that wait; each holds a copy.
+    """
+
+    def __init__(self, room: int = 2) -> None:
+        self._room = threading.Semaphore(room)
+        self.saving: list[str] = []
+        """Names of the saves that are under way."""
         self._jobs: queue.Queue[tuple[Callable[[], None], str, Callable[[], None] | None] | None] = queue.Queue()
         self._failed: list[tuple[int, BaseException]] = []
         self._added = 0
@@ -39,6 +46,21 @@ class SaveQueue:
         """
         self._added += 1
         self._jobs.put((job, name, finally_))
+
+    def wait_for_room(self) -> None:
+        """Return when one more save may be added; to be called before its copy is made."""
+        self._room.acquire()
+
+    def add_save(self, job: Callable[[], None], name: str, finally_: Callable[[], None]) -> None:
+        """Add a save for which :meth:`wait_for_room` has been called; ``finally_`` is called after it in any case."""
+
+        def ended() -> None:
+            finally_()
+            self.saving.remove(name)
+            self._room.release()
+
+        self.saving.append(name)
+        self.add(job, f"saving {name}", ended)
 
     def drain(self) -> None:
         """Return when nothing is left to do."""

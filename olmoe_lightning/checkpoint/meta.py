@@ -19,20 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
-from typing_extensions import override
 
 from olmoe_lightning.checkpoint.publish import make_durable
 from olmoe_lightning.checkpoint.safetensors_dir import TensorInfo, shortened
@@ -41,9 +35,11 @@ from olmoe_lightning.checkpoint.sharded import (
     CorruptCheckpoint,
     Fragment,
     FragmentReader,
+    FragmentWriter,
     SafeReader,
     differences,
     load,
+    write_item,
 )
 
 KEY = "moe_checkpoint"
@@ -320,15 +316,7 @@ class LazyFragment:
     @property
     def item(self) -> WriteItem:
         """The range, for torch's writer."""
-        return WriteItem(
-            index=MetadataIndex(self.name, torch.Size([self.start])),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.length])),
-                properties=TensorProperties(dtype=self.dtype),
-                size=torch.Size([self.size]),
-            ),
-        )
+        return write_item(self.name, self.size, self.start, self.length, self.dtype)
 
 
 def write_sharded(
@@ -344,48 +332,22 @@ def write_sharded(
     """
     # No copying ahead: else fragments would be read by their size, and several at a time.
     writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
+    written: list[Tensor] = []
+
+    def read(fragment: LazyFragment) -> Tensor:
+        if written:
+            # torch's writer holds on to a tensor of each name until it closes the file, and thus to nearly all of them.
+            written.pop().untyped_storage().resize_(0)
+        values = torch.empty(fragment.length, dtype=fragment.dtype)
+        values.copy_(fragment.read().reshape(-1))
+        advance(values.nbytes)
+        written.append(values)
+        return values
+
     try:
-        save({}, storage_writer=writer, planner=_Stream(fragments, advance), no_dist=True)
+        planner = FragmentWriter((fragment for fragment in fragments if fragment.length), read)
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error  # reading failed, or the disk is full
     torch.save(dict(meta), directory / META)
     make_durable(directory)
-
-
-class _Stream(SavePlanner):
-    """Reads each fragment when it is written, and takes its memory back when the next one is."""
-
-    def __init__(self, fragments: Iterable[LazyFragment], advance: Callable[[int], None]) -> None:
-        self.advance = advance
-        self.fragments = {(fragment.name, fragment.start): fragment for fragment in fragments}
-        self.written: Tensor | None = None
-
-    @override
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing is needed."""
-
-    @override
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([fragment.item for fragment in self.fragments.values()])
-
-    @override
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    @override
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if self.written is not None:
-            # torch's writer holds on to a tensor of each name until it closes the file, and thus to nearly all of them.
-            self.written.untyped_storage().resize_(0)
-        assert write_item.index.offset is not None
-        fragment = self.fragments[write_item.index.fqn, write_item.index.offset[0]]
-        self.written = torch.empty(fragment.length, dtype=fragment.dtype)
-        self.written.copy_(fragment.read().reshape(-1))
-        self.advance(self.written.nbytes)
-        return self.written

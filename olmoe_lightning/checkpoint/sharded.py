@@ -17,10 +17,10 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,9 @@ INDEX = ".metadata"
 """The file of the directory that says which range is where; it is written last."""
 
 
+Part = TypeVar("Part", bound="Writable")
+
+
 @dataclass(frozen=True)
 class Fragment:
     """A range of a flattened global tensor, and the values that this process has of it or wants to have."""
@@ -83,6 +86,11 @@ class Fragment:
     def key(self) -> tuple[str, int]:
         """Name and first element: no process has two fragments of one key."""
         return self.name, self.start
+
+    @property
+    def item(self) -> WriteItem:
+        """The range, for torch's writer."""
+        return write_item(self.name, self.size, self.start, self.values.numel(), self.values.dtype)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -111,7 +119,9 @@ def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     """
     writer = FileSystemWriter(directory, sync_files=True)  # each machine makes durable what it wrote
     try:
-        save_checkpoint({}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=group is None)
+        wanted = [fragment for fragment in fragments if fragment.values.numel()]
+        planner = FragmentWriter(wanted, lambda fragment: fragment.values.detach())
+        save_checkpoint({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise WriteError(_reasons(error)) from error
 
@@ -239,11 +249,25 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Save(SavePlanner):
-    """Writes fragments; the state dictionary of torch's interface is not used."""
+class Writable(Protocol):
+    """A range that can be written."""
 
-    def __init__(self, fragments: Iterable[Fragment]) -> None:
-        self.fragments = {fragment.key: fragment for fragment in fragments}
+    @property
+    def item(self) -> WriteItem:
+        """The range, for torch's writer."""
+
+
+class FragmentWriter(SavePlanner, Generic[Part]):
+    """Writes ranges; the state dictionary of torch's interface is not used.
+
+    Args:
+        fragments: of this process, each of at least one element.
+        values: of a fragment, flat, when it is its turn.
+    """
+
+    def __init__(self, fragments: Iterable[Part], values: Callable[[Part], Tensor]) -> None:
+        self.fragments = {fragment.item.index: fragment for fragment in fragments}
+        self.values = values
 
     @override
     def set_up_planner(
@@ -253,7 +277,7 @@ class _Save(SavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(fragment) for fragment in self.fragments.values() if fragment.values.numel()])
+        return SavePlan([fragment.item for fragment in self.fragments.values()])
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -274,8 +298,7 @@ class _Save(SavePlanner):
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        assert write_item.index.offset is not None
-        return self.fragments[write_item.index.fqn, write_item.index.offset[0]].values.detach()
+        return self.values(self.fragments[MetadataIndex(write_item.index.fqn, write_item.index.offset)])
 
 
 class FragmentReader(LoadPlanner):
@@ -407,14 +430,23 @@ class _Window(io.RawIOBase):
         return count
 
 
-def _write_item(fragment: Fragment) -> WriteItem:
+def write_item(name: str, size: int, start: int, length: int, dtype: torch.dtype) -> WriteItem:
+    """A range of a flattened tensor, for torch's writer.
+
+    Args:
+        name: global name.
+        size: elements of the global tensor.
+        start: first element of the range.
+        length: its elements.
+        dtype: as stored.
+    """
     return WriteItem(
-        index=MetadataIndex(fragment.name, torch.Size([fragment.start])),
+        index=MetadataIndex(name, torch.Size([start])),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=fragment.chunk,
-            properties=TensorProperties.create_from_tensor(fragment.values.detach()),
-            size=torch.Size([fragment.size]),
+            chunk=ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([length])),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size([size]),
         ),
     )
 

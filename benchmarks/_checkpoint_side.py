@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _overhead import random_data
+from _overhead import random_data, silent_trainer
 from _timing import turn_order
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.kernels import keep_freed_memory
-from olmoe_lightning.plugins import BF16Precision
 
 STEPS = 2
 """Before the first save: the moments are there, and no step is the first one."""
@@ -149,19 +148,7 @@ class CheckpointSide:
 
     def _fit(self, *callbacks: Callback, ckpt_path: str | None = None, bf16: bool = False) -> _Timed:
         strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=self._processes,
-            strategy=strategy,
-            plugins=[BF16Precision()] if bf16 else None,
-            max_steps=STEPS,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-            default_root_dir=self._folder,
-        )
+        trainer = silent_trainer(strategy, self._processes, STEPS, str(self._folder), *callbacks, bf16=bf16)
         data = random_data(str(self._folder), STEPS, 1, 32, self._processes)
         trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
         return strategy

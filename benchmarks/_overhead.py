@@ -27,6 +27,7 @@ from typing_extensions import override
 from olmoe_lightning import ModelConfig, OLMoE, TokenDataModule
 from olmoe_lightning.callbacks import ThroughputMonitor
 from olmoe_lightning.kernels import keep_freed_memory
+from olmoe_lightning.plugins import BF16Precision
 
 CLIP_NORM = 1.0
 LOG_EVERY_N_STEPS = 10
@@ -44,6 +45,23 @@ class StepClock(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.marks.append(time.perf_counter())
+
+
+def silent_trainer(strategy: Any, processes: int, steps: int, folder: str, *callbacks: Callback, bf16: bool) -> Trainer:
+    """A Trainer that prints and writes nothing of its own."""
+    return Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy=strategy,
+        plugins=[BF16Precision()] if bf16 else None,
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+    )
 
 
 def random_data(folder: str, steps: int, batch_size: int, seq_len: int, processes: int = 1) -> TokenDataModule:

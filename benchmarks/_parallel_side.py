@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _overhead import StepClock, random_data
+from _overhead import StepClock, random_data, silent_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.kernels import keep_freed_memory
-from olmoe_lightning.plugins import BF16Precision
 
 
 class ParallelSide:
@@ -95,19 +94,7 @@ class ParallelSide:
         return trainer, module
 
     def _trainer(self, strategy: Any, steps: int, callback: Callback, bf16: bool = False) -> Trainer:
-        return Trainer(
-            accelerator="cpu",
-            devices=self._processes,
-            strategy=strategy,
-            plugins=[BF16Precision()] if bf16 else None,
-            max_steps=steps,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            callbacks=[callback],
-            default_root_dir=self._folder.name,
-        )
+        return silent_trainer(strategy, self._processes, steps, self._folder.name, callback, bf16=bf16)
 
     def _data(self, steps: int) -> TokenDataModule:
         return random_data(self._folder.name, steps, self._batch_size, self._seq_len, self._processes)

@@ -12,7 +12,32 @@ from typing import Any
 from _machine import LoadWatch, busy_warning, describe, inherited_settings, load_average
 from _workers import WorkerError
 
+from olmoe_lightning.config import ModelConfig
+
 Progress = Callable[[str], None]
+
+
+def sized_model(args: argparse.Namespace, **more: Any) -> ModelConfig:
+    """A model of the command line's sizes.
+
+    Args:
+        args: ``vocab``, ``d_model``, ``layers``, ``heads``, ``experts``, ``hidden``.
+        more: further fields of the configuration, or others than these.
+
+    Raises:
+        ValueError: the sizes do not fit together.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": args.vocab,
+        "d_model": args.d_model,
+        "num_layers": args.layers,
+        "num_heads": args.heads,
+        "num_kv_heads": args.heads,
+        "head_dim": args.d_model // args.heads,
+        "num_experts": args.experts,
+        "expert_hidden": args.hidden,
+    }
+    return ModelConfig(**(sizes | more))
 
 
 def run(

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from _report import aligned, spread
-from _run import Progress, run
+from _run import Progress, run, sized_model
 from _timing import paired_ratios, summarize
 from parallel import Team
 
@@ -57,18 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
     """OLMoE's options at the sizes of the command line."""
-    return ModelConfig(
-        vocab_size=args.vocab,
-        d_model=args.d_model,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.heads,
-        head_dim=args.d_model // args.heads,
-        num_experts=args.experts,
-        top_k=2,
-        expert_hidden=args.hidden,
-        max_seq_len=32,
-    )
+    return sized_model(args, top_k=2, max_seq_len=32)
 
 
 def slowest(by_rank: list[dict[str, list[float]]], way: str) -> list[float]:

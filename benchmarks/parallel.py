@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from _report import aligned, spread
-from _run import Progress, run
+from _run import Progress, run, sized_model
 from _timing import paired_ratios, summarize, turn_order
 from _workers import Worker
 
@@ -80,19 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
     """OLMoE's options at the sizes of the command line."""
-    return ModelConfig(
-        vocab_size=args.vocab,
-        d_model=args.d_model,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.heads,
-        head_dim=args.d_model // args.heads,
-        num_experts=args.experts,
-        top_k=args.top_k,
-        expert_hidden=args.hidden,
-        max_seq_len=args.seq_len,
-        router_mode=args.router,
-    )
+    return sized_model(args, top_k=args.top_k, max_seq_len=args.seq_len, router_mode=args.router)
 
 
 class Team:

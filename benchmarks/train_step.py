@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from _report import table
-from _run import Progress, run
+from _run import Progress, run, sized_model
 from _timing import paired_ratios, summarize, turn_order
 from _workers import Worker, WorkerError
 
@@ -89,18 +89,7 @@ def _defaults(values: dict[str, int]) -> str:
 
 def model_config(args: argparse.Namespace, num_experts: int) -> ModelConfig:
     """The benchmark's model: OLMoE's options at the sizes of the command line."""
-    return ModelConfig(
-        vocab_size=args.vocab,
-        d_model=args.d_model,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.heads,
-        head_dim=args.d_model // args.heads,
-        num_experts=num_experts,
-        top_k=args.top_k,
-        expert_hidden=args.hidden,
-        max_seq_len=args.seq_len,
-    )
+    return sized_model(args, num_experts=num_experts, top_k=args.top_k, max_seq_len=args.seq_len)
 
 
 def matrix_shapes(config: ModelConfig, tokens: int) -> list[tuple[int, int, int]]:

@@ -7,22 +7,10 @@ import re
 import pytest
 import torch
 import yaml
+from tiny_model import TINY
 
 from olmoe_lightning import ModelConfig
 from olmoe_lightning.cli import TOOLS, main
-
-TINY = {
-    "vocab_size": 264,
-    "d_model": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "num_experts": 4,
-    "top_k": 2,
-    "expert_hidden": 32,
-    "max_seq_len": 128,
-}
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ class CheckpointSide:
                 found[way] = growth["peak"]
 
         self._fit(_Rounds(look))
-        found["load"] = self._fit(ckpt_path=str(self._trained)).growth
+        found["load"] = self._fit(ckpt_path=str(self._trained), watched=True).growth
         return found
 
     def _save_rounds(self, trainer: Trainer, rounds: int) -> dict[str, Any]:
@@ -146,8 +146,11 @@ class CheckpointSide:
     def _plain_path(self) -> Path:
         return self._folder / f"plain-{os.environ['RANK']}.pt"
 
-    def _fit(self, *callbacks: Callback, ckpt_path: str | None = None, bf16: bool = False) -> _Timed:
+    def _fit(
+        self, *callbacks: Callback, ckpt_path: str | None = None, bf16: bool = False, watched: bool = False
+    ) -> _Timed:
         strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
+        strategy.watched = watched
         trainer = silent_trainer(strategy, self._processes, STEPS, str(self._folder), *callbacks, bf16=bf16)
         data = random_data(str(self._folder), STEPS, 1, 32, self._processes)
         trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
@@ -173,11 +176,13 @@ class _Timed(MoEStrategy):
 
     seconds = 0.0
     growth = 0
+    watched = False
+    """Whether the memory is looked at, which takes time: freed memory is given back first, and then sampled."""
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._watch = contextlib.ExitStack()
-        self._growth = self._watch.enter_context(_peak_growth())
+        self._growth = self._watch.enter_context(_peak_growth()) if self.watched else {"peak": 0}
         dist.barrier()
         self._start = time.perf_counter()
         return super().load_checkpoint(checkpoint_path, weights_only)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -244,8 +245,7 @@ class ModelConfig:
             ValueError: a name is not a field, or the result is invalid.
         """
         fields = [field.name for field in dataclasses.fields(self)]
-        for name in changes:
-            _require(name in fields, f"{name!r} is not a field of ModelConfig{_suggest(name, fields)}")
+        _require_known(changes, fields)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,8 +260,7 @@ class ModelConfig:
             ValueError: a key is not a field, a field without default is missing, or the result is invalid.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        for name in values:
-            _require(name in fields, f"{name!r} is not a field of ModelConfig{_suggest(name, list(fields))}")
+        _require_known(values, list(fields))
         missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
         _require(not missing, f"ModelConfig lacks {', '.join(missing)}")
         return cls(**values)
@@ -277,10 +276,10 @@ class ModelConfig:
         Raises:
             ValueError: no preset has that name (the message lists them), or an override is invalid.
         """
-        _require(
-            name in PRESETS,
-            f"unknown preset {name!r}{_suggest(name, list(PRESETS))}; the presets are {', '.join(PRESETS)}",
-        )
+        if name not in PRESETS:
+            raise ValueError(
+                f"unknown preset {name!r}{_suggest(name, list(PRESETS))}; the presets are {', '.join(PRESETS)}"
+            )
         config = PRESETS[name]
         return config.replace(**overrides) if overrides else config
 
@@ -288,6 +287,12 @@ class ModelConfig:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_known(names: Iterable[str], fields: list[str]) -> None:
+    for name in names:
+        if name not in fields:  # a suggestion takes long to look for
+            raise ValueError(f"{name!r} is not a field of ModelConfig{_suggest(name, fields)}")
 
 
 def _suggest(name: str, known: list[str]) -> str:

@@ -100,6 +100,14 @@ class TrainingState:
             return fragments, scalars, problems
         state = self.sharded.optimizer.state
         keys: dict[str, None] = {}
+        numbers: dict[tuple[torch.dtype, Any], Tensor] = {}  # most parameters are at the same step: kept once
+
+        def kept(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            copy = item.detach().cpu().clone()
+            return copy if copy.ndim else numbers.setdefault((copy.dtype, copy.item()), copy)
+
         for _, parameter, index in self.sharded.parameters:
             name = self._names[id(parameter)]
             piece = self.sharded.pieces.get(index)
@@ -110,7 +118,7 @@ class TrainingState:
                     continue
                 if isinstance(item, Tensor) and item.ndim and self._spread(parameter) and self.mesh.expert.size > 1:
                     problems.append(f"{key} of {name} has the shape {list(item.shape)}, not that of the parameter")
-                scalars.setdefault(name, {})[key] = item.detach().cpu().clone() if isinstance(item, Tensor) else item
+                scalars.setdefault(name, {})[key] = kept(item)
         for key in keys:
 
             def entry(piece: Piece, parameter: nn.Parameter, key: str = key) -> Tensor | None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from olmoe_lightning.checkpoint.chunks import ChunkWriter
 from olmoe_lightning.checkpoint.publish import make_durable
 from olmoe_lightning.checkpoint.safetensors_dir import TensorInfo, shortened
 from olmoe_lightning.checkpoint.sharded import (
@@ -330,18 +330,12 @@ def write_sharded(
         meta: from :func:`new_meta`.
         advance: told the number of bytes of each fragment.
     """
-    # No copying ahead: else fragments would be read by their size, and several at a time.
-    writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
-    written: list[Tensor] = []
+    writer = ChunkWriter(directory, durable=False)
 
     def read(fragment: LazyFragment) -> Tensor:
-        if written:
-            # torch's writer holds on to a tensor of each name until it closes the file, and thus to nearly all of them.
-            written.pop().untyped_storage().resize_(0)
         values = torch.empty(fragment.length, dtype=fragment.dtype)
         values.copy_(fragment.read().reshape(-1))
         advance(values.nbytes)
-        written.append(values)
         return values
 
     try:

@@ -10,13 +10,11 @@ unpickler that knows the classes of an index and nothing else.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
-import struct
-import sys
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -52,6 +50,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.futures import Future
 from typing_extensions import override
+
+from olmoe_lightning.checkpoint.chunks import ChunkWriter, read_chunk
 
 # One process alone is what was asked for. Not around the call: filters are the whole process', and threads save too.
 warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
@@ -117,7 +117,7 @@ def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     Raises:
         WriteError: a process could not write, or a tensor has no complete set of fragments, or some that overlap.
     """
-    writer = FileSystemWriter(directory, sync_files=True)  # each machine makes durable what it wrote
+    writer = ChunkWriter(directory)  # each machine makes durable what it wrote
     try:
         wanted = [fragment for fragment in fragments if fragment.values.numel()]
         planner = FragmentWriter(wanted, lambda fragment: fragment.values.detach())
@@ -129,22 +129,33 @@ def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
 def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGroup | None = None) -> None:
     """Fill the fragments of this process; collective. Names and sizes must fit, see :func:`index_of`.
 
+    Each process plans and reads for itself, and in the end they agree on whether all could.
+
     Raises:
-        CorruptCheckpoint: a file is missing, cut off, or not what the index says.
+        CorruptCheckpoint: a file is missing, cut off, or not what the index says; on all processes.
     """
-    reader = SafeReader(directory)
+    problem, cause = "", None
     try:
-        planner = FragmentReader(fragments)
-        load_checkpoint({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        load_checkpoint({}, storage_reader=SafeReader(directory), planner=FragmentReader(fragments), no_dist=True)
     except CheckpointException as error:
+        ((found, _),) = error.failures.values()
+        problem, cause = f"rank {dist.get_rank(group) if group else 0}: {type(found).__name__}: {found}", error
+    problems = [problem]
+    if group is not None:
+        problems = [""] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+    if any(problems):
         raise CorruptCheckpoint(
-            f"{directory} cannot be read, it is damaged or incomplete ({_reasons(error)})"
-        ) from error
+            f"{directory} cannot be read, it is damaged or incomplete ({_first(list(filter(None, problems)))})"
+        ) from cause
 
 
 def _reasons(error: CheckpointException) -> str:
     """What went wrong on the first processes on which something did."""
-    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+    return _first([f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()])
+
+
+def _first(found: list[str]) -> str:
     return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -181,7 +192,7 @@ class SafeReader(FileSystemReader):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item).detach()
-                    if _read_stored(file, self.storage_data[item.storage_index], item, self._entries, target):
+                    if self._read(file, item, target):
                         planner.commit_tensor(item, target)
                     else:
                         others.append(item)
@@ -191,6 +202,14 @@ class SafeReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def _read(self, file: io.FileIO, item: ReadItem, target: Tensor) -> bool:
+        info, index = self.storage_data[item.storage_index], item.storage_index
+        entry = self._entries[index.fqn]
+        lengths = [chunk.sizes[0] for chunk in entry.chunks if chunk.offsets == index.offset]
+        return len(lengths) == 1 and read_chunk(
+            file, info.offset, info.length, lengths[0], entry.properties.dtype, item.storage_offsets[0], target
+        )
+
     @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -198,26 +217,42 @@ class SafeReader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index; others must not change it, since it is read once for several readers."""
         path = Path(self.path) / INDEX
         try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-        except FileNotFoundError as error:
+            status = path.stat()
+        except OSError as error:
             raise CorruptCheckpoint(f"{self.path} is no sharded checkpoint: it has no {INDEX}") from error
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
-            raise CorruptCheckpoint(f"{path} is damaged, or no index of a checkpoint ({error})") from error
-        entries = getattr(metadata, "state_dict_metadata", None)
-        if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
-            raise CorruptCheckpoint(f"{path} is no index of a checkpoint but a {type(metadata).__name__}")
-        for name, entry in entries.items():
-            if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 1:
-                raise CorruptCheckpoint(f"{path}: {name!r} is not a flattened tensor")
-        inside = Path(self.path).resolve()
-        for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
-            if (inside / name).resolve().parent != inside:
-                raise CorruptCheckpoint(f"{path} points at a file outside of the checkpoint: {name!r}")
-        metadata.storage_meta = StorageMeta()
-        return metadata
+        return _read_index(path, (status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_index(path: Path, version: tuple[int, ...]) -> Metadata:
+    """Read an index without trusting it.
+
+    Args:
+        path: of the file.
+        version: what makes it another file than one of this name that was read before.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
+        raise CorruptCheckpoint(f"{path} is damaged, or no index of a checkpoint ({error})") from error
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
+        raise CorruptCheckpoint(f"{path} is no index of a checkpoint but a {type(metadata).__name__}")
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 1:
+            raise CorruptCheckpoint(f"{path}: {name!r} is not a flattened tensor")
+    inside = path.parent.resolve()
+    for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+        if (inside / name).resolve().parent != inside:
+            raise CorruptCheckpoint(f"{path} points at a file outside of the checkpoint: {name!r}")
+    metadata.storage_meta = StorageMeta()
+    return metadata
 
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -352,82 +387,6 @@ class FragmentReader(LoadPlanner):
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was copied in place."""
-
-
-def _read_stored(file: Any, info: Any, item: ReadItem, entries: Mapping[str, Any], target: Tensor) -> bool:
-    """Read the wanted part of a chunk without a copy in between, where it lies as ``torch.save`` puts it.
-
-    Args:
-        file: open, without a buffer.
-        info: where the chunk is in it.
-        item: which part of it is wanted.
-        entries: of the index; they say the chunk's length and dtype.
-        target: gets the values, flat.
-
-    Returns:
-        Whether it was done. What lies otherwise is for ``torch.load``.
-    """
-    entry = entries[item.storage_index.fqn]
-    dtype = entry.properties.dtype
-    lengths = [chunk.sizes[0] for chunk in entry.chunks if chunk.offsets == item.storage_index.offset]
-    if target.device.type != "cpu" or not target.is_contiguous() or len(lengths) != 1:
-        return False
-    try:
-        with zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive:
-            (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
-            order = next((e for e in archive.infolist() if e.filename.endswith("/byteorder")), None)
-            if order is not None and archive.read(order) != sys.byteorder.encode():
-                return False
-    except (zipfile.BadZipFile, ValueError):
-        return False
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != lengths[0] * dtype.itemsize:
-        return False
-    file.seek(info.offset + record.header_offset)
-    header = file.read(30)  # the local one, whose name and extra field may have other lengths than the directory's
-    start = info.offset + record.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-    values = target if target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
-    raw: Any = values.view(torch.uint8).numpy()
-    view = memoryview(raw)
-    file.seek(start + item.storage_offsets[0] * dtype.itemsize)
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise EOFError(f"{item.storage_index.fqn} is cut off")
-        view = view[count:]
-    if values is not target:
-        target.copy_(values)
-    return True
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def tell(self) -> int:
-        return self._at
-
-    @override
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        count: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
-        self._at += count
-        return count
 
 
 def write_item(name: str, size: int, start: int, length: int, dtype: torch.dtype) -> WriteItem:

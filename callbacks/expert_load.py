@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from olmoe_lightning.callbacks._drops import DropWindow
 from olmoe_lightning.callbacks._logging import log_scalars, logged_step, tensorboards
 from olmoe_lightning.callbacks.heat_map import draw_heat_map
 
@@ -40,6 +41,10 @@ class ExpertLoadMonitor(Callback):
     over layers) and ``load/<metric>_worst`` (worst layer), see ``docs/monitoring.md``: ``max_over_mean``,
     ``dead_experts``, ``load_entropy``, ``router_entropy``, ``balance_loss``, ``centred_product``. Means and worst
     values are in ``trainer.callback_metrics`` too.
+
+    Where a communication plugin has limited room, what it dropped in training is reported as ``drops/<rate>``, see
+    :meth:`olmoe_lightning.plugins.comm.DropCounters.rates`; ``drops.counts`` has the window's counters, by expert and
+    by process.
 
     Args:
         every_n_steps: optimizer steps between reports in training.
@@ -68,6 +73,8 @@ class ExpertLoadMonitor(Callback):
         self.per_layer = per_layer
         self.latest: dict[str, float] = {}
         """The newest value of every metric, by name."""
+        self.drops = DropWindow()
+        """What was dropped in the last window of training."""
         self._enabled = True
         self._draws = False
         self._training: RoutingSums | None = None
@@ -97,6 +104,7 @@ class ExpertLoadMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = None
         self._validation = None
+        self.drops = DropWindow()
         self._step = self._reported_step = self._picture_step = trainer.global_step
 
     @override
@@ -150,7 +158,10 @@ class ExpertLoadMonitor(Callback):
         self._reported_step = self._step
         means = self._report(trainer, pl_module, self._training, "load", draw)
         self._training = None
-        return means
+        rates = {f"drops/{name}": value for name, value in self.drops.report(trainer).items()}
+        self.latest |= rates
+        log_scalars(trainer, rates, logged_step(trainer))
+        return means | rates
 
     def _report(
         self, trainer: Trainer, pl_module: LightningModule, sums: RoutingSums | None, prefix: str, draw: bool

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -17,6 +17,7 @@ from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.pipeline_strategy import PipelineStrategy
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
+from olmoe_lightning.plugins.comm.capacity import describe_drops
 from olmoe_lightning.plugins.comm.registry import describe_choice, make_comm
 
 
@@ -63,6 +64,21 @@ class ExpertStrategy(PipelineStrategy):
                 layer.place(axis.rank, axis.size, self._comm_of(layer))
                 first = axis.rank * layer.config.num_experts // axis.size
         return first
+
+    @property
+    def comm_plugins(self) -> list[CommPlugin]:
+        """Those in use: one, or one for each size of MoE layers."""
+        return list(self._comms.values())
+
+    @override
+    def on_train_end(self) -> None:
+        """Say what was left out for want of room, if anything was."""
+        super().on_train_end()
+        for plugin in self.comm_plugins:
+            if plugin.drops is not None:
+                total = plugin.drops.from_flat(self.mesh.world.all_reduce(plugin.drops.flat(), dist.ReduceOp.SUM))
+                if total["dropped_by_expert"].any():
+                    rank_zero_warn(f"comm {plugin.name!r} had no room for all tokens: {describe_drops(total)}.")
 
     def _comm_of(self, layer: MoE) -> CommPlugin:
         config = layer.config

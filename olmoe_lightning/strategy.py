@@ -420,6 +420,7 @@ class MoEStrategy(CheckpointStrategy):
 
     @override
     def on_train_end(self) -> None:
+        super().on_train_end()
         self._settle()
         self.finish_saves()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from olmoe_lightning.config import ModelConfig, Recompute
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.parallel import MeshShape
+from olmoe_lightning.plugins.comm.base import CommPlugin
 
 Routing = Literal["normal", "empty_experts", "hot_expert", "idle_rank"]
 
@@ -41,7 +42,7 @@ class ParityCase:
         accumulate: batches per process and optimizer step.
         clip: norm to which the global gradient is clipped; ``None`` for no clipping.
         precision: ``fp32``, or ``bf16`` for bfloat16 weights with fp32 masters.
-        comm: name of the comm plugin of the topology; one process needs none.
+        comm: name of the comm plugin of the topology, or a pattern of it; one process needs none.
         shard_optimizer: each process updates its part; ``False`` is plain data parallelism.
         steps: optimizer steps.
         uneven: microbatches of 1 to 3 rows, labels that do not count, and in the second step a data rank that has no
@@ -69,7 +70,7 @@ class ParityCase:
     accumulate: int = 1
     clip: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
-    comm: str = "auto"
+    comm: str | CommPlugin = "auto"
     shard_optimizer: bool = True
     steps: int = 3
     uneven: bool = True

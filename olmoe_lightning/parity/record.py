@@ -87,6 +87,8 @@ class RunRecord:
     """Selection biases of the routers, fp32 [E]."""
     ranks: list[RankRecord] = field(default_factory=list)
     """All processes."""
+    drops: dict[str, Tensor] = field(default_factory=dict)
+    """What the comm plugin had no room for, all processes and steps together; empty where nothing can be dropped."""
 
 
 class LabModel(OLMoE):
@@ -205,6 +207,9 @@ class Recorder(Callback):
         run.ranks = [own] * strategy.mesh.world.size
         if len(run.ranks) > 1:
             dist.all_gather_object(run.ranks, own)
+        for plugin in strategy.comm_plugins:
+            if plugin.drops is not None:
+                run.drops = plugin.drops.from_flat(strategy.mesh.world.all_reduce(plugin.drops.flat()))
         run.biases = {
             name: value
             for rank in reversed(run.ranks)  # the first one that has it stays

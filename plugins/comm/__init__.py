@@ -5,6 +5,7 @@
 
 from olmoe_lightning.plugins.comm.all_to_all import AllToAllComm
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
+from olmoe_lightning.plugins.comm.capacity import DropCounters
 from olmoe_lightning.plugins.comm.local import LocalComm
 from olmoe_lightning.plugins.comm.registry import describe_choice, known_names, make_comm
 from olmoe_lightning.plugins.comm.rowwise import RowwiseComm
@@ -13,6 +14,7 @@ __all__ = [
     "AllToAllComm",
     "CommPlugin",
     "CommSpec",
+    "DropCounters",
     "LocalComm",
     "RowwiseComm",
     "describe_choice",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from olmoe_lightning.kernels import Dispatched
 from olmoe_lightning.parallel import Axis
+from olmoe_lightning.plugins.comm.capacity import DropCounters
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ class CommPlugin(ABC):
     @abstractmethod
     def teardown(self) -> None:
         """Give back what ``setup`` took; calling it again, or without ``setup``, does nothing."""
+
+    drops: DropCounters | None = None
+    """What was dropped of this process' tokens, counted on the device; ``None`` while nothing can be dropped."""
 
     @classmethod
     def unavailable(cls, axis_size: int, device: torch.device) -> str | None:

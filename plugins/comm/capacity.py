@@ -1,19 +1,20 @@
-"""Which routes a process takes when more come than it has room for: a choice that favours nobody.
+"""Which routes a group of experts takes when more come than it has room for: a choice that favours nobody.
 
-Every process of the axis computes the same decision from the routes of all, with operations on tensors only. A process
-takes the routes with the largest router weights, whatever expert they want and wherever they come from. Equal weights
-are ordered by a hash of the route's number, the seed and the routing of the whole batch: a fixed order of processes,
-tokens or experts would be a bias. The decision depends on routing, room and seed alone, so that a recomputation finds
-it again.
+Every process of the axis computes the same decision from the routes of all, with operations on tensors only. A group,
+most often all experts of a process, takes the routes with the largest router weights, whatever expert they want and
+wherever they come from. Equal weights are ordered by a hash of the route's number, the seed and the routing of the
+whole batch: a fixed order of processes, tokens or experts would be a bias. The decision depends on routing, groups,
+room and seed alone, so that a recomputation finds it again, and so do other numbers of processes.
 
 A tokens of all processes together, K chosen experts, F further ones of a token in its router's order, R = A*K routes,
-E experts of all processes, N processes.
+E experts of all processes, N processes, G groups of E / G experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,32 +37,32 @@ def admit(
     fallback_ids_AF: Tensor | None,
     capacity: int,
     num_experts: int,
-    size: int,
+    groups: int,
     seed: int = 0,
 ) -> Admitted:
-    """Fill each process with the heaviest routes, and send what is left to the next expert of its token with room.
+    """Fill each group of experts with the heaviest routes, and send what is left to its token's next expert with room.
 
     Args:
         expert_ids_AK: int64 [A, K].
         weights_AK: fp32 [A, K]. A route that moves to another expert keeps its weight.
         fallback_ids_AF: int64 [A, F], experts that the token did not choose, the best first; ``None`` to drop what
             does not fit.
-        capacity: routes that a process takes.
+        capacity: routes that a group takes.
         num_experts: E.
-        size: N.
+        groups: G.
         seed: turns the order of routes with equal weights.
     """
-    local, (tokens, k) = num_experts // size, expert_ids_AK.shape
+    local, (tokens, k) = num_experts // groups, expert_ids_AK.shape
     ids, weights = expert_ids_AK.reshape(-1), weights_AK.detach().reshape(-1)
     order = _order(ids, weights, seed)
-    kept = _fits(ids // local, torch.ones_like(ids, dtype=torch.bool), order, ids.new_zeros(size), capacity)
+    kept = _fits(ids // local, torch.ones_like(ids, dtype=torch.bool), order, ids.new_zeros(groups), capacity)
     if fallback_ids_AF is not None:
         for fallback_A in fallback_ids_AF.unbind(1):
             # Of a token's routes that are left, one asks in each turn, so that no two of them reach the same expert.
             left = ~kept.view(tokens, k)
             asks = (left & (left.cumsum(1) == 1)).view(-1)
             wanted = fallback_A[:, None].expand(tokens, k).reshape(-1)
-            moved = _fits(wanted // local, asks, order, _count(ids // local, kept, size), capacity)
+            moved = _fits(wanted // local, asks, order, _count(ids // local, kept, groups), capacity)
             ids = torch.where(moved, wanted, ids)
             kept = kept | moved
     return Admitted(ids.view(tokens, k), kept.view(tokens, k))
@@ -84,24 +85,24 @@ def _hash(number: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _fits(process_R: Tensor, asks_R: Tensor, order_R: Tensor, used_N: Tensor, capacity: int) -> Tensor:
-    """Which of those that ask find room at the process they ask, in this order."""
-    size = len(used_N)
-    # Those who do not ask stand behind all processes, where there is no room.
-    asked = torch.where(asks_R, process_R, size).index_select(0, order_R)
+def _fits(group_R: Tensor, asks_R: Tensor, order_R: Tensor, used_G: Tensor, capacity: int) -> Tensor:
+    """Which of those that ask find room at the group they ask, in this order."""
+    groups = len(used_G)
+    # Those who do not ask stand behind all groups, where there is no room.
+    asked = torch.where(asks_R, group_R, groups).index_select(0, order_R)
     place = torch.argsort(asked, stable=True)
     asked = asked.index_select(0, place)
-    counts = torch.zeros(size + 1, dtype=torch.int64, device=asked.device)
+    counts = torch.zeros(groups + 1, dtype=torch.int64, device=asked.device)
     counts.scatter_add_(0, asked, torch.ones_like(asked))
     position = torch.arange(len(asked), device=asked.device) - (counts.cumsum(0) - counts).index_select(0, asked)
-    room = torch.cat([capacity - used_N, used_N.new_zeros(1)])
+    room = torch.cat([capacity - used_G, used_G.new_zeros(1)])
     fits = position < room.index_select(0, asked)
     return torch.zeros_like(asks_R).scatter_(0, order_R.index_select(0, place), fits)
 
 
-def _count(process_R: Tensor, which_R: Tensor, size: int) -> Tensor:
-    counts = torch.zeros(size, dtype=torch.int64, device=process_R.device)
-    return counts.scatter_add_(0, process_R, which_R.long())
+def _count(group_R: Tensor, which_R: Tensor, groups: int) -> Tensor:
+    counts = torch.zeros(groups, dtype=torch.int64, device=group_R.device)
+    return counts.scatter_add_(0, group_R, which_R.long())
 
 
 @dataclass
@@ -134,6 +135,11 @@ class DropCounters:
     tokens_losing_all: Tensor = field(init=False)
     """int64 []: tokens without a route left."""
 
+    _NAMES: ClassVar[tuple[str, ...]] = (
+        "routes", "tokens", "tokens_losing_any", "tokens_losing_all",
+        "dropped_by_expert", "dropped_by_rank", "moved_by_expert", "weight_removed_by_expert",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         self.reset()
 
@@ -145,6 +151,16 @@ class DropCounters:
             setattr(self, name, torch.zeros(self.num_experts, dtype=torch.int64, device=self.device))
         self.dropped_by_rank = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         self.weight_removed_by_expert = torch.zeros(self.num_experts, device=self.device)
+
+    def flat(self) -> Tensor:
+        """A copy of all counters in one tensor, to be added up over processes in one reduction; fp64 [4 + 3 E + N]."""
+        parts = [getattr(self, name).reshape(-1).double() for name in self._NAMES]
+        return torch.cat(parts)
+
+    def from_flat(self, flat: Tensor) -> dict[str, Tensor]:
+        """The counters by name, of what :meth:`flat` gave, or of a sum of such."""
+        sizes = [getattr(self, name).numel() for name in self._NAMES]
+        return dict(zip(self._NAMES, flat.split(sizes), strict=True))
 
     def add(self, wanted_TK: Tensor, taken_TK: Tensor, keep_TK: Tensor, weights_TK: Tensor) -> None:
         """Count a dispatch.
@@ -168,3 +184,41 @@ class DropCounters:
         self.moved_by_expert.scatter_add_(0, flat, (keep_TK & (wanted_TK != taken_TK)).reshape(-1).long())
         removed = torch.where(lost, weights_TK.detach().float(), 0.0)
         self.weight_removed_by_expert.scatter_add_(0, flat, removed.reshape(-1))
+
+    @staticmethod
+    def rates(total: Mapping[str, Tensor]) -> dict[str, float]:
+        """What counters mean; copies them to the host.
+
+        Args:
+            total: by name, as :meth:`from_flat` gives them, of all processes and layers together.
+
+        Returns:
+            ``dropped`` and ``moved``: shares of the routes. ``dropped_tokens`` and ``dropped_tokens_all``: shares of
+            the tokens of a layer that lost any, and all, of their routes. ``dropped_weight``: router weight that a
+            token of a layer lost, on average. ``dropped_expert_worst`` and ``dropped_rank_worst``: dropped routes of
+            the expert, and of the process, that had most, relative to their mean.
+        """
+        host = {name: value.double().cpu() for name, value in total.items()}
+        routes, tokens = (host[name].sum().clamp_min(1) for name in ("routes", "tokens"))
+        by_expert, by_rank = host["dropped_by_expert"], host["dropped_by_rank"]
+        found = {
+            "dropped": by_expert.sum() / routes,
+            "moved": host["moved_by_expert"].sum() / routes,
+            "dropped_tokens": host["tokens_losing_any"].sum() / tokens,
+            "dropped_tokens_all": host["tokens_losing_all"].sum() / tokens,
+            "dropped_weight": host["weight_removed_by_expert"].sum() / tokens,
+            "dropped_expert_worst": by_expert.max() / by_expert.mean().clamp_min(1e-9),
+            "dropped_rank_worst": by_rank.max() / by_rank.mean().clamp_min(1e-9),
+        }
+        return {name: float(value) for name, value in found.items()}
+
+
+def describe_drops(total: Mapping[str, Tensor]) -> str:
+    """What was dropped, in a sentence; see :meth:`DropCounters.rates`."""
+    rates = DropCounters.rates(total)
+    dropped, routes = int(total["dropped_by_expert"].sum()), int(total["routes"].sum())
+    return (
+        f"{dropped} of {routes} routes were dropped ({rates['dropped']:.2%}); of the tokens in a layer "
+        f"{rates['dropped_tokens']:.2%} lost a route and {rates['dropped_tokens_all']:.2%} all of them, with a router "
+        f"weight of {rates['dropped_weight']:.4f} per token; {rates['moved']:.2%} of the routes went to another expert"
+    )

@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from olmoe_lightning.callbacks import ExpertLoadMonitor
 from olmoe_lightning.callbacks.expert_load import RoutingSums, load_metrics
 from olmoe_lightning.callbacks.heat_map import draw_heat_map
+from olmoe_lightning.plugins.comm import DropCounters
+from olmoe_lightning.plugins.comm.capacity import describe_drops
 
 METRICS = ("max_over_mean", "dead_experts", "load_entropy", "router_entropy", "balance_loss", "centred_product")
 
@@ -195,3 +197,59 @@ def test_a_module_without_routing_statistics_is_named_in_one_warning(make_traine
 def test_wrong_numbers_are_refused():
     with pytest.raises(ValueError, match=r"every_n_steps \(0\)"):
         ExpertLoadMonitor(every_n_steps=0)
+
+
+class Limited:
+    """What a strategy shows of its communication plugins, with counters that a batch adds to."""
+
+    def __init__(self, device):
+        self.drops = DropCounters(8, 2, device)
+
+    def drop(self, routes):
+        ids, keep = torch.arange(8).view(4, 2), torch.ones(4, 2, dtype=torch.bool)
+        keep.view(-1)[:routes] = False
+        self.drops.add(ids, ids, keep, torch.full((4, 2), 0.25))
+
+
+class Dropping(Callback):
+    def __init__(self, by_step):
+        self.by_step = list(by_step)
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.strategy.comm_plugins[0].drop(self.by_step.pop(0))
+
+
+def test_what_a_plugin_dropped_is_reported_by_window(make_trainer, small_moe, random_tokens, tmp_path):
+    monitor = ExpertLoadMonitor(every_n_steps=2, heatmaps=False)
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    trainer = make_trainer(Dropping([1, 2, 0, 0]), monitor, logger=logger, max_steps=4)
+    trainer.strategy.comm_plugins = [Limited(torch.device("cpu"))]
+    trainer.fit(small_moe(), random_tokens())
+    logged = events(tmp_path)
+    names = DropCounters.rates(counters_of(0))
+    first, second = ({name: logged.Scalars(f"drops/{name}")[window].value for name in names} for window in (0, 1))
+    # In two batches of 8 routes of 4 tokens: route 0, then the routes 0 and 1, which are all of the first token.
+    assert first["dropped"] == pytest.approx(3 / 16)
+    assert first["dropped_tokens"] == pytest.approx(2 / 8)
+    assert first["dropped_tokens_all"] == pytest.approx(1 / 8)
+    assert first["dropped_weight"] == pytest.approx(3 * 0.25 / 8)
+    assert first["dropped_expert_worst"] == pytest.approx(2 / (3 / 8))
+    assert first["dropped_rank_worst"] == pytest.approx(2)  # the first of two processes has those experts
+    assert first["moved"] == 0
+    assert not any(second.values())
+    assert monitor.drops.counts["routes"] == [16]
+    assert trainer.callback_metrics["drops/dropped"] == 0
+
+
+def counters_of(routes):
+    limited = Limited(torch.device("cpu"))
+    limited.drop(routes)
+    return limited.drops.from_flat(limited.drops.flat())
+
+
+def test_the_sentence_about_drops_has_the_numbers():
+    text = describe_drops(counters_of(3))
+    assert text.startswith(
+        "3 of 8 routes were dropped (37.50%); of the tokens in a layer 50.00% lost a route and 25.00%"
+    )
+    assert "a router weight of 0.1875 per token" in text

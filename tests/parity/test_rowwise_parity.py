@@ -7,9 +7,12 @@ the experts' weights read the rows last, and blocks that are computed again.
 import dataclasses
 
 import pytest
+import torch
 
 from olmoe_lightning.parallel.stages import SCHEDULES
 from olmoe_lightning.parity import ParityCase, compare, format_table, record
+from olmoe_lightning.parity.record import LabModel
+from olmoe_lightning.plugins import RowwiseComm
 
 SPLITS = {2: [3, 5], 4: [1, 3, 2, 2]}  # by the number of stages
 MESHES = [(1, 2), (2, 2), (1, 4)]  # (expert_replica, expert)
@@ -89,3 +92,42 @@ def test_every_schedule_equals_one_process(schedule, alone, workers):
 @pytest.mark.parametrize("recompute", ["block", "experts"])
 def test_every_schedule_with_recompute_equals_one_process(schedule, recompute, alone, workers):
     check(in_a_pipeline(schedule, recompute=recompute, accumulate=2), alone, workers)
+
+
+# Two processes share the experts everywhere, and the same microbatches meet in a dispatch.
+CROWDED = RowwiseComm(capacity_factor=0.8)
+PLACES = {
+    "replicas": {"devices": 4, "accumulate": 2},
+    "recompute": {"devices": 2, "accumulate": 4, "recompute": "block"},
+    "pipeline": {"devices": 4, "pipeline_parallel": 2, "num_microbatches": 4},
+}
+
+
+def crowded(**options):
+    # Weights that stay equal keep the routing equal, to the last route.
+    return ParityCase(expert_parallel=2, comm=CROWDED, steps=1, uneven=False, **options)
+
+
+class PipelineModel(LabModel):
+    """The model that a pipeline has, of more layers, wherever it is."""
+
+    def __init__(self, case):
+        super().__init__(dataclasses.replace(case, **PLACES["pipeline"]))
+
+
+@pytest.mark.parametrize("place", by_default(PLACES, "replicas", "pipeline"))
+def test_what_is_dropped_is_the_same_on_all_topologies(place, workers):
+    case = crowded(**PLACES[place])
+    alone = {"devices": 2, "pipeline_parallel": 1, "num_microbatches": 1, "accumulate": 4, "recompute": "none"}
+    plain = dataclasses.replace(case, **alone)
+    model = LabModel if case.pipeline_parallel == 1 else PipelineModel
+    found = workers(case.devices).run(record, case)[0]
+    wanted = workers(plain.devices).run(record, plain, False, None, model)[0]
+    assert wanted.drops["dropped_by_expert"].sum() > 10
+    for name, value in wanted.drops.items():
+        if name == "weight_removed_by_expert":
+            torch.testing.assert_close(found.drops[name], value, rtol=1e-5, atol=1e-5)  # sums in another order
+        else:
+            assert torch.equal(found.drops[name], value), name
+    rows = compare(wanted, found, case.bound)
+    assert all(row.ok for row in rows), "\n" + format_table(rows)

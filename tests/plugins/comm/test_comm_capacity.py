@@ -239,6 +239,40 @@ def test_what_is_kept_computes_what_the_definition_says_and_drops_are_counted(wo
             torch.testing.assert_close(counter, torch.as_tensor(want).to(counter.dtype))
 
 
+def shared_by(tokens, **options):
+    """A layer on this process' part of the tokens: outputs, gradients and what was dropped by expert."""
+    axis = axis_here()
+    comm = RowwiseComm(**options)
+    comm.setup(axis, CommSpec(EXPERTS, K, D, torch.float32, CPU))
+    x = torch.randn(tokens, D, generator=torch.Generator().manual_seed(0))
+    ids, weights, further = routing(tokens, 7, further=2)
+    own = slice(axis.rank * tokens // axis.size, (axis.rank + 1) * tokens // axis.size)
+    x = x[own].clone().requires_grad_()
+    extra = {"fallback_ids_TF": further[own]} if comm.fallbacks else {}
+    sent = comm.dispatch(x, ids[own], weights[own], **extra)
+    local = EXPERTS // axis.size
+    expert_R = torch.bucketize(torch.arange(len(sent.rows_RD)), sent.offsets_E, right=True) + axis.rank * local
+    y = comm.combine(sent.rows_RD * (sent.row_weights_R * (1 + expert_R))[:, None], sent.handle)
+    y.square().sum().backward()
+    return y.detach(), x.grad, comm.drops.dropped_by_expert, comm.drops.moved_by_expert
+
+
+@pytest.mark.parametrize("overflow", ["drop", "spill"])
+def test_any_number_of_processes_drops_the_same_routes(workers, overflow):
+    options = {"capacity_factor": 0.8, "capacity_groups": 4, "overflow": overflow}
+    y, grad, dropped, moved = shared_by(64, **options)
+    assert dropped.sum() > 5
+    assert moved.any() == (overflow == "spill")
+    for size in (2, 4):
+        by_rank = workers(size).run(shared_by, 64, **options)
+        assert torch.equal(sum(found[2] for found in by_rank), dropped)
+        assert torch.equal(sum(found[3] for found in by_rank), moved)
+        torch.testing.assert_close(torch.cat([found[0] for found in by_rank]), y)
+        torch.testing.assert_close(torch.cat([found[1] for found in by_rank]), grad)
+    # with groups that go by the number of processes it is not so
+    assert not torch.equal(shared_by(64, **options | {"capacity_groups": None})[2], dropped)
+
+
 def check_with_room(overflow):
     try:
         return check_comm_plugin(lambda: Roomy(overflow), axis_here(), timeout=20)
@@ -320,11 +354,19 @@ def test_a_recomputed_layer_counts_its_drops_once():
         ({"capacity_factor": 0}, r"capacity_factor \(0\) must be positive"),
         ({"overflow": "wait"}, r"overflow \('wait'\) must be 'drop', 'spill' or 'error'"),
         ({"fallbacks": 0}, r"fallbacks \(0\) must be at least 1"),
+        ({"capacity_groups": 2}, r"capacity_groups \(2\) must be at least 1, and need a capacity_factor \(None\)"),
     ],
 )
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         RowwiseComm(**options)
+
+
+def test_each_process_has_whole_groups():
+    with pytest.raises(ValueError, match=r"capacity_groups \(3\) must be a multiple of the 1 processes and a divisor"):
+        RowwiseComm(capacity_factor=1.0, capacity_groups=3).setup(
+            Axis("expert", (0,), 0), CommSpec(EXPERTS, K, D, torch.float32, CPU)
+        )
 
 
 def test_more_fallbacks_than_other_experts_are_refused():

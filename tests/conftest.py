@@ -3,6 +3,10 @@
 import logging
 import os
 
+# The Triton kernels are tested in Triton's interpreter. Triton decides that when it decorates a function, those of its
+# library too, and Lightning imports it along with torch's compiler: the variable must be there before.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import numpy as np
 import pytest
 import torch

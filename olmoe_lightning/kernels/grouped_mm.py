@@ -5,13 +5,14 @@ R rows, E experts, N output width, K input width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from olmoe_lightning.kernels.autocast import cast_operands
+from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
 from olmoe_lightning.kernels.needed import needed_grads, not_leaf
 
 
@@ -42,7 +43,7 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
     x_RK, w_ENK = cast_operands(x_RK, w_ENK)
     if x_RK.dtype != w_ENK.dtype:
         raise ValueError(f"grouped_mm needs one dtype, got x {x_RK.dtype} and w {w_ENK.dtype}")
-    return _grouped_mm(x_RK, not_leaf(w_ENK), offsets_E)
+    return _grouped_mm(x_RK, not_leaf(w_ENK), offsets_E.contiguous())
 
 
 def _shape(tensor: Tensor) -> list[int]:
@@ -61,8 +62,15 @@ def _grouped_mm_grad_x(grad: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("olmoe_lightning::grouped_mm_grad_w", mutates_args=())
 def _grouped_mm_grad_w(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    if x.device.type != "cpu":
-        return F.grouped_mm(grad.t(), x, offs=offsets)
+    served = _served_by(grad, x, offsets)
+    if served != "loop":
+        from olmoe_lightning.kernels.gpu import grouped_mm as gpu
+
+        if served == "triton":
+            return gpu.grad_w(grad, x, offsets)
+        # An expert's sum ends with its rows, so that those of nobody are not read. But an expert without rows has been
+        # seen to get numbers that are not zero, on SM 10.
+        return gpu.zero_empty_(F.grouped_mm(grad.t(), x, offs=offsets), offsets)
     grad_w = grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     sizes, _ = _sizes(offsets, x.shape[0])
     for grad_e, x_e, out_e in zip(grad.split(sizes), x.split(sizes), grad_w.unbind(0), strict=False):
@@ -72,11 +80,13 @@ def _grouped_mm_grad_w(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 def _product(x: Tensor, w_EKN: Tensor, offsets: Tensor) -> Tensor:
     """``x[r] @ w[e]``, tail rows zero."""
-    if x.device.type != "cpu":
-        out = F.grouped_mm(x, w_EKN, offs=offsets)
-        # The library leaves tail rows uninitialised; the comparison stays on the device.
-        rows = torch.arange(x.shape[0], device=x.device)
-        return out.masked_fill_((rows >= offsets[-1])[:, None], 0.0)
+    served = _served_by(x, w_EKN, offsets)
+    if served != "loop":
+        from olmoe_lightning.kernels.gpu import grouped_mm as gpu
+
+        if served == "triton":
+            return gpu.product(x, w_EKN, offsets)
+        return gpu.zero_tail_(F.grouped_mm(x, w_EKN, offs=offsets), offsets)  # it leaves them uninitialised
     out = x.new_empty(x.shape[0], w_EKN.shape[2])
     sizes, tail = _sizes(offsets, x.shape[0])
     *out_e, out_tail = out.split(sizes)
@@ -85,6 +95,53 @@ def _product(x: Tensor, w_EKN: Tensor, offsets: Tensor) -> Tensor:
     if tail:
         out_tail.zero_()
     return out
+
+
+def _served_by(a: Tensor, b: Tensor, offsets: Tensor) -> Literal["loop", "library", "triton"]:
+    """The one place of choice: a loop over the experts, ``F.grouped_mm``, or our own kernels."""
+    if not on_gpu(a, b, offsets) or a.dtype not in ROWS:
+        return "loop"
+    if a.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(a.device)
+        if library_serves(capability, a, b, offsets.shape[0]):
+            return "library"
+    return "triton"
+
+
+def library_serves(capability: tuple[int, int], a: Tensor, b: Tensor, experts: int) -> bool:
+    """Whether ``F.grouped_mm``, as of torch 2.13, multiplies these on a CUDA device without a copy to the host.
+
+    It does in bf16 for fewer than 1024 experts, on devices of compute capability 9.x and 10.x. For other dtypes and
+    devices it copies the offsets to the host and loops over the experts. It refuses matrices that do not begin, with
+    their rows, at multiples of 16 bytes, and pads the rows of a result to that. A matrix [R, ...] whose columns are
+    dense instead of its rows stops the device, unless all experts have a multiple of 8 rows.
+
+    Args:
+        capability: of the device.
+        a: rows [R, K], or gradients of the result [R, N].
+        b: weights [E, K, N], in memory as they are or transposed; or rows [R, K], for the gradient of the weights.
+        experts: E.
+    """
+    return (
+        capability[0] in (9, 10)
+        and a.dtype == torch.bfloat16
+        and 0 < experts < 1024
+        and b.shape[-1] * b.itemsize % 16 == 0
+        and all(_rows_at_16_bytes(each) for each in (a, b))
+    )
+
+
+def _rows_at_16_bytes(matrix: Tensor) -> bool:
+    *outer, row, column = matrix.stride()
+    if outer and row == 1:
+        matrix, row, column = matrix.mT, column, row
+    return (
+        matrix.numel() > 0
+        and column == 1
+        and row >= matrix.shape[-1]
+        and all(stride * matrix.itemsize % 16 == 0 for stride in (*outer, row))
+        and matrix.data_ptr() % 16 == 0
+    )
 
 
 def _sizes(offsets: Tensor, rows: int) -> tuple[list[int], int]:

@@ -29,7 +29,7 @@ _VECTOR = {
     "AVX2": ["-mavx2", "-mfma"],
 }
 
-_forbidden = contextvars.ContextVar("olmoe_lightning_reference_kernels", default=False)
+reference_only = contextvars.ContextVar("olmoe_lightning_reference_kernels", default=False)
 
 
 class Unavailable(RuntimeError):
@@ -39,16 +39,16 @@ class Unavailable(RuntimeError):
 @contextlib.contextmanager
 def reference_kernels() -> Iterator[None]:
     """Inside, every kernel takes its PyTorch reference: to compare the two, or to count operations."""
-    token = _forbidden.set(True)
+    token = reference_only.set(True)
     try:
         yield
     finally:
-        _forbidden.reset(token)
+        reference_only.reset(token)
 
 
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the native kernels may serve these operands: plain fp32 CPU tensors, not traced."""
-    if torch.compiler.is_compiling() or _forbidden.get():
+    if torch.compiler.is_compiling() or reference_only.get():
         return False
     for tensor in tensors:
         if tensor is None:

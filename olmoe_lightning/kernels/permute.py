@@ -5,11 +5,14 @@ T tokens, K chosen experts, R = T*K rows, E experts, D model width.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
 
 
 class Permutation(NamedTuple):
@@ -32,6 +35,8 @@ def plan_permutation(expert_ids_TK: Tensor, num_experts: int) -> Permutation:
         expert_ids_TK: int64 [T, K].
         num_experts: E.
     """
+    if gpu := _gpu(expert_ids_TK):
+        return gpu.plan_permutation(expert_ids_TK, num_experts)
     tokens, k = expert_ids_TK.shape
     flat = expert_ids_TK.reshape(-1)
     route_of_row = torch.argsort(flat, stable=True)
@@ -49,16 +54,29 @@ def plan_permutation(expert_ids_TK: Tensor, num_experts: int) -> Permutation:
 
 
 def _gather(x_TD: Tensor, token_of_row_R: Tensor) -> Tensor:
+    if gpu := _gpu(token_of_row_R, x_TD):
+        return gpu.gather_rows(x_TD, token_of_row_R)
     return x_TD.index_select(0, token_of_row_R)
 
 
 def _gather_sum(rows_RD: Tensor, row_of_route_TK: Tensor) -> Tensor:
+    if gpu := _gpu(row_of_route_TK, rows_RD):
+        return gpu.gather_sum(rows_RD, row_of_route_TK)
     if rows_RD.device.type == "cpu" and rows_RD.dtype == torch.float32:
         # One pass over the rows: the sum happens while they are read.
         return F.embedding_bag(row_of_route_TK, rows_RD, mode="sum")
     tokens, k = row_of_route_TK.shape
     rows = rows_RD.index_select(0, row_of_route_TK.reshape(-1))
     return rows.view(tokens, k, rows_RD.shape[1]).sum(1, dtype=rows_RD.dtype)
+
+
+def _gpu(numbers: Tensor, *rows: Tensor) -> ModuleType | None:
+    """The Triton kernels, when they serve these operands: integers, and rows."""
+    if not on_gpu(numbers, *rows) or any(each.dtype not in ROWS for each in rows):
+        return None
+    from olmoe_lightning.kernels.gpu import permute as kernels
+
+    return kernels
 
 
 class _Dispatch(torch.autograd.Function):

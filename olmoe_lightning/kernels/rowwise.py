@@ -1,6 +1,7 @@
 """Routed rows in the memory of peers: where each belongs, writing them there, and reading them back to sum them.
 
-Nothing here asks for a value of a tensor on the host. A row number of -1 means that the route was dropped.
+Nothing here asks for a value of a tensor on the host. A row number of -1 means that the route was dropped. Everything
+has a PyTorch reference, which also serves what is traced or fake; CUDA tensors take Triton (``gpu/``), CPU tensors C++.
 
 T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, C rows that fit.
 """
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
 from olmoe_lightning.kernels.native import integer, library, pointer, usable
 
 
@@ -46,6 +49,8 @@ def count_routes(expert_ids_TK: Tensor, keep_TK: Tensor | None, num_experts: int
     Returns:
         int32 [E].
     """
+    if gpu := _gpu(expert_ids_TK, keep_TK):
+        return gpu.count_routes(expert_ids_TK, keep_TK, num_experts)
     flat = expert_ids_TK.reshape(-1)
     ones = torch.ones_like(flat, dtype=torch.int32) if keep_TK is None else keep_TK.reshape(-1).to(torch.int32)
     return torch.zeros(num_experts, dtype=torch.int32, device=flat.device).scatter_add_(0, flat, ones)
@@ -76,6 +81,8 @@ def plan_routes(
 
 def _place(expert_ids_TK: Tensor, keep_TK: Tensor | None, base_E: Tensor, experts_local: int) -> Routes:
     experts = len(base_E)
+    if gpu := _gpu(expert_ids_TK, keep_TK):
+        return Routes(*gpu.place_routes(expert_ids_TK, keep_TK, base_E, experts_local))
     if usable() and type(expert_ids_TK) is Tensor and expert_ids_TK.device.type == "cpu":
         ids = expert_ids_TK.contiguous()
         keep = None if keep_TK is None else keep_TK.contiguous()
@@ -109,6 +116,9 @@ def put_rows(x_TD: Tensor, weights_TK: Tensor | None, routes: Routes, windows: S
         routes: of these tokens.
         windows: of every process, by rank.
     """
+    if gpu := _gpu(routes.row_TK, x_TD, windows[0].rows):
+        gpu.put_rows(x_TD, weights_TK, routes, windows)
+        return
     x_TD = x_TD.contiguous()
     if _native(x_TD, windows[0].rows):
         weights = None if weights_TK is None else weights_TK.contiguous()
@@ -143,6 +153,8 @@ def publish_rows(rows_CD: Tensor, weights_C: Tensor | None, received_NL: Tensor,
     Returns:
         The rows as this process should read them.
     """
+    if gpu := _gpu(received_NL, rows_CD, window.rows):
+        return gpu.publish_rows(rows_CD, weights_C, received_NL, rank, window)
     rows_CD = rows_CD.contiguous()
     if weights_C is not None:
         window.weights[: len(weights_C)].copy_(weights_C)
@@ -157,18 +169,22 @@ def publish_rows(rows_CD: Tensor, weights_C: Tensor | None, received_NL: Tensor,
     return window.rows
 
 
-def sum_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
+def sum_rows(rows: Sequence[Tensor], routes: Routes, weights_TK: Tensor | None = None) -> Tensor:
     """Read the rows of each token from the processes that have them, and add them in the order of its experts.
 
     Args:
         rows: [at least C, D], of every process, by rank.
         routes: where the rows are.
+        weights_TK: fp32 [T, K], a factor of each row; ``None`` for the plain sum. What stands beside a route that was
+            dropped may be NaN.
 
     Returns:
         [T, D]; zero for a token without rows.
     """
     (tokens, k), width = routes.row_TK.shape, rows[0].shape[1]
-    if _native(*rows):
+    if gpu := _gpu(routes.row_TK, *rows):
+        return gpu.sum_rows(rows, routes, weights_TK)
+    if weights_TK is None and _native(*rows):
         out = rows[0].new_empty(tokens, width)
         library().rowwise_sum(
             _pointers(rows), *map(pointer, routes), *map(integer, (tokens, k, width)),
@@ -176,12 +192,18 @@ def sum_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
         )  # fmt: skip
         return out
     parts = _pick(rows, routes).view(tokens, k, width)
-    # Half precision is added in fp32 and rounded once, as the kernel does.
-    return parts.sum(1, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
+    # Half precision is added in fp32 and rounded once, as the kernels do.
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    if weights_TK is None:
+        return parts.sum(1, dtype=wide).to(parts.dtype)
+    factors = torch.where(routes.row_TK >= 0, weights_TK, 0).to(wide)
+    return (parts.to(wide) * factors[:, :, None]).sum(1).to(parts.dtype)
 
 
 def gather_weights(weights: Sequence[Tensor], routes: Routes) -> Tensor:
     """Read one number per route, fp32 [T, K]; zero for a route that was dropped."""
+    if gpu := _gpu(routes.row_TK, *weights):
+        return gpu.gather_weights(weights, routes)
     if _native(*weights):
         out = torch.empty(routes.row_TK.shape)
         library().rowwise_gather(_pointers(weights), *map(pointer, routes), integer(out.numel()), pointer(out))
@@ -199,6 +221,16 @@ def _pick(values: Sequence[Tensor], routes: Routes) -> Tensor:
         # Chosen, not multiplied by zero: what lies in other rows may be NaN.
         picked = torch.where(here.view(-1, *[1] * (value.dim() - 1)), rows, picked)
     return picked
+
+
+def _gpu(numbers: Tensor, *rows: Tensor | None) -> ModuleType | None:
+    """The Triton kernels, when they serve these operands: integers, and rows or bytes."""
+    kinds = (*ROWS, torch.bool)
+    if not on_gpu(numbers, *rows) or any(each is not None and each.dtype not in kinds for each in rows):
+        return None
+    from olmoe_lightning.kernels.gpu import rows as kernels
+
+    return kernels
 
 
 def _native(*tensors: Tensor) -> bool:

@@ -5,10 +5,13 @@ R rows, H hidden width.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from olmoe_lightning.kernels.gpu_choice import on_gpu
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -43,11 +46,23 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, row_weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, row_weights)
-        return _forward(gate_up, row_weights)
+        ctx.gpu = _gpu(gate_up, row_weights)
+        return ctx.gpu.forward(gate_up, row_weights) if ctx.gpu else _forward(gate_up, row_weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        if ctx.gpu and not torch.is_grad_enabled():  # gradients of gradients need PyTorch's operations
+            return ctx.gpu.backward(grad, *ctx.saved_tensors)
         return _backward(grad, *ctx.saved_tensors)
+
+
+def _gpu(gate_up: Tensor, row_weights: Tensor | None) -> ModuleType | None:
+    """The one place of choice: the Triton kernels, when they serve these operands."""
+    if not on_gpu(gate_up, row_weights):
+        return None
+    from olmoe_lightning.kernels.gpu import swiglu as kernels
+
+    return kernels if kernels.serves(gate_up, row_weights) else None
 
 
 def swiglu(gate_up: Tensor, row_weights: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ one process (``virtual_memory``), for tests and for one process alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,13 @@ class Region(ABC):
         self.nbytes = nbytes
 
     @abstractmethod
-    def storage(self, rank: int) -> Tensor:
-        """All bytes of a process' part, uint8 [nbytes], as a tensor with a storage of its own."""
+    def storage(self, rank: int, on_release: Callable[[], None] | None = None) -> Tensor:
+        """All bytes of a process' part, uint8 [nbytes], as a tensor with a storage of its own.
+
+        Args:
+            rank: of the process.
+            on_release: called when the last tensor of this storage is gone.
+        """
 
     def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A part of a process' memory as a tensor.

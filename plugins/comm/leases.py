@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from olmoe_lightning.kernels.mapped_region import MappedRegion
 from olmoe_lightning.kernels.rowwise import Window
 from olmoe_lightning.kernels.symmetric_memory import Region, SymmetricMemory, carve
 
@@ -93,10 +92,7 @@ class LeasePool:
         if self.leased(buffer):
             raise LeaseError(f"receive buffer {buffer} is leased and cannot be used again before its lease is over")
         lease = self.leases[buffer] = Lease(buffer)
-        region = self.regions[buffer]
-        if isinstance(region, MappedRegion):
-            return region.storage(self.memory.rank, on_release=lease.end)
-        raise TypeError(f"a region of kind {type(region).__name__} does not tell when its tensors are gone")
+        return self.regions[buffer].storage(self.memory.rank, on_release=lease.end)
 
 
 class Layout:

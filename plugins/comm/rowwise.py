@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.kernels import Dispatched
+from olmoe_lightning.kernels.cuda_memory import CudaMemory, VirtualDeviceMemory, cuda_memory_missing
 from olmoe_lightning.kernels.posix_memory import PosixMemory, posix_memory_missing
 from olmoe_lightning.kernels.rowwise import (
     Routes,
@@ -207,6 +208,8 @@ class RowwiseComm(CommPlugin):
     Args:
         capacity_factor: a process has room for ``ceil(capacity_factor * T * K)`` rows, T being the most tokens that one
             of the processes dispatches. ``None``: for all that could come, so that nothing is ever dropped.
+        capacity_groups: G, equal groups of experts, each of which has its part of that room to itself. Any number of
+            processes drops the same routes of the same tokens when G is the same. ``None``: each process is a group.
         overflow: what becomes of the routes that do not fit. ``drop``: those with the smallest router weights are left
             out. ``spill``: they go to the next expert of their token's ranking that has room, with the weight they
             have, and are left out when there is none among the next ``fallbacks``. ``error``: it is an error.
@@ -224,6 +227,7 @@ class RowwiseComm(CommPlugin):
     def __init__(
         self,
         capacity_factor: float | None = None,
+        capacity_groups: int | None = None,
         overflow: Overflow = "drop",
         fallbacks: int = 2,
         seed: int = 0,
@@ -233,11 +237,17 @@ class RowwiseComm(CommPlugin):
             raise ValueError(f"capacity_factor ({capacity_factor}) must be positive, or None for no limit")
         if overflow not in ("drop", "spill", "error"):
             raise ValueError(f"overflow ({overflow!r}) must be 'drop', 'spill' or 'error'")
+        if capacity_groups is not None and (capacity_groups < 1 or capacity_factor is None):
+            raise ValueError(
+                f"capacity_groups ({capacity_groups}) must be at least 1, and need a capacity_factor "
+                f"({capacity_factor})"
+            )
         if fallbacks < 1:
             raise ValueError(f"fallbacks ({fallbacks}) must be at least 1")
         if max_buffers is not None and max_buffers < 1:
             raise ValueError(f"max_buffers ({max_buffers}) must be at least 1")
         self.capacity_factor, self.overflow, self.seed, self.max_buffers = capacity_factor, overflow, seed, max_buffers
+        self.capacity_groups = capacity_groups
         self.fallbacks = fallbacks if overflow == "spill" and capacity_factor is not None else 0
         self.drops: DropCounters | None = None
         """What was dropped of this process' tokens, counted in backward passes; ``None`` while nothing can be."""
@@ -247,29 +257,33 @@ class RowwiseComm(CommPlugin):
 
     @classmethod
     def unavailable(cls, axis_size: int, device: torch.device) -> str | None:
-        """It needs memory that all processes can map."""
-        if device.type != "cpu":
-            return f"its kernels for devices of type {device.type!r} are not part of this version yet"
-        if axis_size > 1 and (reason := posix_memory_missing()):
-            return reason
-        return None
+        """It needs memory that all processes can map: of one host, or of GPUs that reach each other."""
+        missing = {"cpu": posix_memory_missing, "cuda": cuda_memory_missing}.get(device.type)
+        if missing is None:
+            return f"its kernels for devices of type {device.type!r} do not exist, only those for cpu and cuda"
+        return missing() if axis_size > 1 else None
 
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Meet the others in shared memory; buffers are made by the first dispatches."""
         if reason := self.unavailable(axis.size, spec.device):
             raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
         experts_per_process(self.name, axis, spec)
-        memory: SymmetricMemory
-        if axis.size == 1:
-            memory = VirtualRanks(1).memory(0)
-        else:
-            if axis.group is None:
-                raise ValueError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
-            try:
-                memory = PosixMemory(axis.group)
-            except ValueError as error:
-                raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {error}") from error
+        if axis.size > 1 and axis.group is None:
+            raise ValueError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
+        try:
+            memory = self._memory(axis, spec.device)
+        except ValueError as error:
+            raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {error}") from error
         self.setup_on(memory, axis, spec)
+
+    def _memory(self, axis: Axis, device: torch.device) -> SymmetricMemory:
+        """The only place that chooses between kinds of memory."""
+        cuda = device.type == "cuda"
+        if axis.size == 1:
+            alone = VirtualRanks(1)
+            return VirtualDeviceMemory(alone, 0, device) if cuda else alone.memory(0)
+        assert axis.group is not None
+        return CudaMemory(axis.group, device) if cuda else PosixMemory(axis.group)
 
     def setup_on(self, memory: SymmetricMemory, axis: Axis, spec: CommSpec) -> None:
         """As ``setup``, on memory that is there already."""
@@ -284,6 +298,12 @@ class RowwiseComm(CommPlugin):
             raise ValueError(
                 f"comm {self.name!r}: fallbacks ({self.fallbacks}) are more than the experts that a token does not "
                 f"choose (num_experts {spec.num_experts} - top_k {spec.top_k})"
+            )
+        groups = self.capacity_groups or axis.size
+        if groups % axis.size or spec.num_experts % groups:
+            raise ValueError(
+                f"comm {self.name!r}: capacity_groups ({groups}) must be a multiple of the {axis.size} processes and a "
+                f"divisor of the {spec.num_experts} experts: each process has whole groups of experts"
             )
         self._axis, self._spec, self._link = axis, spec, Link(memory, self.max_buffers)
         if self.capacity_factor is not None:
@@ -348,11 +368,24 @@ class RowwiseComm(CommPlugin):
         return Dispatched(rows, row_weights, ends, _Handle(routes, received, layout.capacity))
 
     def _capacity(self, tokens: list[int]) -> int:
+        """Rows that fit, of which all groups of a process together have no more than there can be."""
         assert self._spec is not None
+        assert self._axis is not None
         most = sum(tokens) * self._spec.top_k
         if self.capacity_factor is None:
             return most
-        return min(most, math.ceil(self.capacity_factor * max(tokens) * self._spec.top_k))
+        return min(most, self._room(tokens) * (self._groups // self._axis.size))
+
+    def _room(self, tokens: list[int]) -> int:
+        """Rows that a group of experts may get."""
+        assert self._spec is not None
+        assert self.capacity_factor is not None
+        return math.ceil(self.capacity_factor * max(tokens) * len(tokens) * self._spec.top_k / self._groups)
+
+    @property
+    def _groups(self) -> int:
+        assert self._axis is not None
+        return self.capacity_groups or self._axis.size
 
     def _admit(
         self, ids_TK: Tensor, weights_TK: Tensor, fallback_ids_TF: Tensor | None, tokens: list[int], layout: Layout
@@ -360,7 +393,7 @@ class RowwiseComm(CommPlugin):
         """Tell all processes the whole routing, and decide as they do."""
         assert self._spec is not None
         assert self._axis is not None
-        spec, size, k = self._spec, self._axis.size, self._spec.top_k
+        spec, k, room = self._spec, self._spec.top_k, self._room(tokens)
         # One notice: the weights' bits, the experts and the fallbacks, all of 32 bits.
         parts = [weights_TK.detach().float().contiguous().view(torch.int32), ids_TK.to(torch.int32)]
         if self.fallbacks:
@@ -372,12 +405,13 @@ class RowwiseComm(CommPlugin):
         weights = everyone[:, :k].contiguous().view(torch.float32)
         ids, fallback = everyone[:, k : 2 * k].long(), everyone[:, 2 * k :].long()
         admitted = admit(
-            ids, weights, fallback if self.fallbacks else None, layout.capacity, spec.num_experts, size, self.seed
+            ids, weights, fallback if self.fallbacks else None, room, spec.num_experts, self._groups, self.seed
         )
         if self.overflow == "error":
+            whom = "a process" if self._groups == self._axis.size else f"one of {self._groups} groups of experts"
             torch._assert_async(
                 admitted.keep_AK.all(),
-                f"comm {self.name!r}: more routes go to a process than the {layout.capacity} rows that it has room for "
+                f"comm {self.name!r}: more routes go to {whom} than the {room} rows that it has room for "
                 f"(capacity_factor {self.capacity_factor}, at most {max(tokens)} tokens of a process, top_k {k}); "
                 "raise capacity_factor, or choose overflow 'drop' or 'spill'",
             )

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity slow soak lint format types bench clean
+.PHONY: help train test parity slow soak lint format types bench kernels clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
@@ -18,6 +18,7 @@ help:
 	@echo "make format  let ruff fix what it can"
 	@echo "make types   mypy over the whole package"
 	@echo "make bench   training speed against Hugging Face's model, on this machine"
+	@echo "make kernels compile the GPU kernels for SM 80, 90 and 100 (no GPU needed): registers, memory, instructions"
 	@echo "make clean   remove .venv, caches and build outputs (runs/ stays)"
 	@echo "PYTHON=/path/to/python3.12 chooses the interpreter of a new .venv (3.11 or newer)."
 
@@ -53,6 +54,9 @@ types: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/train_step.py
+
+kernels: $(VENV)/.installed
+	$(BIN)/python -m olmoe_lightning.kernels.gpu.specimens
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ class DropWindow:
         """Of the last report, over all processes: every counter of ``DropCounters``, by name."""
 
     def report(self, trainer: Trainer) -> dict[str, float]:
-        """What ``DropCounters.rates`` says; empty where nothing can be dropped. Collective, a reduction for each plugin.
+        """What ``DropCounters.rates`` says; empty where nothing can be dropped. Collective, a reduction each plugin.
 
         Several plugins (layers of different sizes) are added up, as far as they have equally many experts.
         """

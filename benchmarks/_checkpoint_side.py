@@ -60,12 +60,13 @@ class CheckpointSide:
         """
         keep_freed_memory()  # as `fit` does
         found: dict[str, Any] = {}
-        self._fit(_Rounds(lambda trainer: found.update(self._save_rounds(trainer, rounds))), bf16=bf16)
+        saves = _Rounds(lambda trainer: self._save_rounds(trainer, rounds, found))
+        self._fit(saves, bf16=bf16, steps=_steps(rounds))
         found["parameters"] = self._config.num_params
         return found
 
     def load(self, rounds: int) -> Seconds:
-        """Time resuming from what :meth:`save` has left, and ``torch.load`` of the same bytes."""
+        """Time resuming from what :meth:`save` has left in as many rounds, and ``torch.load`` of the same bytes."""
         keep_freed_memory()
         seconds: Seconds = {"plain": [], "resume": []}
         for index in range(-1, rounds):
@@ -77,7 +78,7 @@ class CheckpointSide:
                     dist.barrier()
                     spent = time.perf_counter() - start
                 else:
-                    spent = self._fit(ckpt_path=str(self._trained)).seconds
+                    spent = self._fit(ckpt_path=str(self._trained), steps=_steps(rounds)).seconds
                 if index >= 0:
                     seconds[way].append(spent)
                 gc.collect()
@@ -91,7 +92,7 @@ class CheckpointSide:
         """
         found: dict[str, Any] = {}
 
-        def look(trainer: Trainer) -> None:
+        def look(trainer: Trainer) -> Iterator[None]:
             strategy: Any = trainer.strategy
             found["shard"] = sum(value.nbytes for value in _own_tensors(strategy).values())
             found["bucket"] = int(strategy.bucket_megabytes * 2**20)
@@ -101,18 +102,22 @@ class CheckpointSide:
                     trainer.save_checkpoint(self._trained)
                     strategy.finish_saves()
                 found[way] = growth["peak"]
+            yield
 
         self._fit(_Rounds(look))
         found["load"] = self._fit(ckpt_path=str(self._trained), watched=True).growth
         return found
 
-    def _save_rounds(self, trainer: Trainer, rounds: int) -> dict[str, Any]:
+    def _save_rounds(self, trainer: Trainer, rounds: int, found: dict[str, Any]) -> Iterator[None]:
+        """One save after each training step, as they come in training: the optimizer has just written everything."""
         strategy: Any = trainer.strategy
         tensors = {name: value.clone() for name, value in _own_tensors(strategy).items()}  # not their whole bucket
         seconds: Seconds = {"plain": [], "sync": [], "async": [], "async_all": []}
         for index in range(-1, rounds):
             for way in turn_order(["plain", "sync", "async"], max(index, 0)):
                 if way == "plain":
+                    for name, value in _own_tensors(strategy).items():
+                        tensors[name].copy_(value)
                     self._plain_path().unlink(missing_ok=True)
                 elif trainer.is_global_zero:
                     shutil.rmtree(self._trained, ignore_errors=True)
@@ -135,8 +140,9 @@ class CheckpointSide:
                 if index >= 0:
                     for name, value in spent.items():
                         seconds[name].append(value)
+                yield
         files = {path.name: path.stat().st_size for path in self._trained.iterdir()}
-        return {
+        found |= {
             "seconds": seconds,
             "bytes": sum(value.nbytes for value in tensors.values()),
             "on_disk": sum(files.values()),
@@ -147,28 +153,36 @@ class CheckpointSide:
         return self._folder / f"plain-{os.environ['RANK']}.pt"
 
     def _fit(
-        self, *callbacks: Callback, ckpt_path: str | None = None, bf16: bool = False, watched: bool = False
+        self,
+        *callbacks: Callback,
+        ckpt_path: str | None = None,
+        bf16: bool = False,
+        watched: bool = False,
+        steps: int = STEPS,
     ) -> _Timed:
         strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
         strategy.watched = watched
-        trainer = silent_trainer(strategy, self._processes, STEPS, str(self._folder), *callbacks, bf16=bf16)
-        data = random_data(str(self._folder), STEPS, 1, 32, self._processes)
+        trainer = silent_trainer(strategy, self._processes, steps, str(self._folder), *callbacks, bf16=bf16)
+        data = random_data(str(self._folder), steps, 1, 32, self._processes)
         trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
         return strategy
 
 
 class _Rounds(Callback):
-    """Does something after the last step, while the fit is still running."""
+    """After the steps of the beginning, takes one more step of what it is given after each training step."""
 
-    def __init__(self, action: Callable[[Trainer], None]) -> None:
+    def __init__(self, action: Callable[[Trainer], Iterator[None]]) -> None:
         self._action = action
+        self._rest: Iterator[None] | None = None
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == STEPS:
-            self._action(trainer)
+            self._rest = self._action(trainer)
+        if self._rest is not None:
+            next(self._rest, None)
 
 
 class _Timed(MoEStrategy):
@@ -194,6 +208,11 @@ class _Timed(MoEStrategy):
         self.seconds = time.perf_counter() - self._start
         self._watch.close()
         self.growth = self._growth["peak"]
+
+
+def _steps(rounds: int) -> int:
+    """Training steps of a run that saves in so many rounds, one of them untimed, in three ways each."""
+    return STEPS + 3 * (rounds + 1)
 
 
 def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:

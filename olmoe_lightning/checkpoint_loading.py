@@ -45,6 +45,7 @@ class LoadingStrategy(ExpertStrategy):
         self.skipped_steps = 0
         """Optimizer steps that were skipped because something was not finite."""
         self._resumed_random_state: dict[str, Any] | None = None
+        self._optimizer_state: dict[str, Any] | None = None  # read along with the weights, given when asked for
 
     def wait_for_weights(self) -> None:
         """Return when the weights of the last optimizer step have arrived from the other processes."""
@@ -115,16 +116,26 @@ class LoadingStrategy(ExpertStrategy):
         directory = Path(meta["directory"])
         state = self._training_state()
         there = directories.index_of(directory)
+        options, refused = self._options(meta)
         wanted: dict[str, list[int]] = {}
-        for shapes in _gather_everywhere(state.shapes(), self._world_group()):
+        refusals = []
+        for shapes, refusal in _gather_everywhere((state.shapes(), refused), self._world_group()):
             wanted |= shapes
+            refusals += [refusal] if refusal else []
         saved = {name: list(shape) for name, shape in meta["shapes"].items()}
         problems = directories.differences(wanted, saved, strict)
         problems += [f"without values: {name.removeprefix(MODEL)}" for name in meta["tensors"] if name not in there]
         if problems:
             raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(problems)}")
+        if refusals:  # stages have different groups, and what one refuses all refuse
+            raise ValueError(refusals[0])
         fragments, finish = state.model_to_read()
-        directories.load(directory, [part for part in fragments if part.name in there], self._world_group())
+        fragments = [part for part in fragments if part.name in there]
+        if options is not None:
+            more, entries = state.optimizer_to_read(there, meta["scalars"])
+            fragments += more
+            self._optimizer_state = self._numbered(entries, options)
+        directories.load(directory, fragments, self._world_group())
         finish()
         module = self.lightning_module
         assert module is not None
@@ -142,13 +153,25 @@ class LoadingStrategy(ExpertStrategy):
             else:
                 load_full_optimizer_state(self.sharded, checkpoint["optimizer_states"][0])
             return
-        meta = checkpoint[KEY]
-        if self.sharded is None:
-            return
-        directory = Path(meta["directory"])
-        fragments, state = self._training_state().optimizer_to_read(directories.index_of(directory), meta["scalars"])
-        options = self._agreed_options(self.sharded, meta)
-        directories.load(directory, fragments, self._world_group())
+        state, self._optimizer_state = self._optimizer_state, None
+        if self.sharded is not None and state is not None:
+            self.sharded.optimizer.load_state_dict(state)
+
+    def _options(self, meta: Mapping[str, Any]) -> tuple[list[dict[str, Any]] | None, str]:
+        """The saved options of each group of the optimizer here, if it goes on; and why it cannot."""
+        module = self.lightning_module
+        assert module is not None
+        if self.sharded is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return None, ""
+        try:
+            refuse_other_groups(self.sharded, meta["group_of"])
+            return group_options(self.sharded, meta["param_groups"]), ""
+        except ValueError as error:
+            return None, str(error)
+
+    def _numbered(self, state: Mapping[nn.Parameter, dict[str, Any]], options: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the optimizer takes: its parameters by number, in the order of its groups."""
+        assert self.sharded is not None
         ids: dict[Any, int] = {}
         for group in self.sharded.optimizer.param_groups:
             for master in group["params"]:
@@ -157,22 +180,7 @@ class LoadingStrategy(ExpertStrategy):
             {**saved, "params": [ids[master] for master in group["params"]]}
             for saved, group in zip(options, self.sharded.optimizer.param_groups, strict=True)
         ]
-        numbered = {ids[master]: entries for master, entries in state.items()}
-        self.sharded.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-    def _agreed_options(self, sharded: ShardedOptimizer, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The saved options of each group here; stages have different groups, and what one refuses all refuse."""
-        options: list[dict[str, Any]] = []
-        refused = ""
-        try:
-            refuse_other_groups(sharded, meta["group_of"])
-            options = group_options(sharded, meta["param_groups"])
-        except ValueError as error:
-            refused = str(error)
-        for message in _gather_everywhere(refused, self._world_group()):
-            if message:
-                raise ValueError(message)
-        return options
+        return {"state": {ids[master]: entries for master, entries in state.items()}, "param_groups": groups}
 
     def _world_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.mesh.world.size > 1 else None

@@ -30,6 +30,10 @@ from typing_extensions import override
 
 _PIECE = 4 << 20
 """Bytes that are written at once; the disk begins with them while the next are prepared."""
+_HEADER = struct.Struct("<4s5H3I2H")
+"""Of a file in an archive."""
+_HEAD = 512
+"""Bytes in which the values of an archive begin."""
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -168,6 +172,30 @@ def read_chunk(
 
 def _start_of_data(file: io.FileIO, offset: int, length: int, size: int) -> int | None:
     """Where the values of an archive begin; ``None`` when they are not there as they are, or not so many bytes."""
+    start = _start_by_headers(file, offset, length, size)
+    return _start_by_directory(file, offset, length, size) if start is None else start
+
+
+def _start_by_headers(file: io.FileIO, offset: int, length: int, size: int) -> int | None:
+    """The same for what :func:`write_chunk` wrote, of which the first bytes say enough; ``None``: look further."""
+    file.seek(offset)
+    head = file.read(_HEAD) or b""
+    at = 0
+    while at + _HEADER.size <= len(head):
+        magic, _, flags, method, _, _, _, stored, unpacked, name_length, extra_length = _HEADER.unpack_from(head, at)
+        begin = at + _HEADER.size + name_length + extra_length
+        name = head[at + _HEADER.size :][:name_length]
+        if magic != b"PK\3\4" or flags or method != zipfile.ZIP_STORED or stored != unpacked:
+            return None
+        if name.endswith(b"/data/0"):
+            return offset + begin if stored == size and begin + size <= length else None
+        if name.endswith(b"/byteorder") and head[begin:][:stored] != sys.byteorder.encode():
+            return None
+        at = begin + stored
+    return None
+
+
+def _start_by_directory(file: io.FileIO, offset: int, length: int, size: int) -> int | None:
     try:
         with zipfile.ZipFile(io.BufferedReader(_Section(file, offset, length), 1024)) as archive:
             (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))

@@ -56,12 +56,25 @@ def _spread(offsets_E: Tensor, rows: int) -> bool:
     return ends[-1] <= rows and largest * torch.get_num_threads() <= 1.25 * max(ends[-1], 1)
 
 
+def _at_hand(rows: Tensor, offsets_E: Tensor) -> Tensor:
+    """Rows in memory that does not belong to torch (it is shared with other processes), copied; others as they are.
+
+    Shared memory has small pages. A product comes back to each row many times, between others, and each time the
+    processor has to look for the page again: forward and backward of the experts took a third longer.
+    """
+    if rows.untyped_storage().resizable():
+        return rows
+    copy, count = torch.empty_like(rows), int(offsets_E[-1])
+    copy[:count].copy_(rows[:count])
+    return copy
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights: Tensor, offsets: Tensor
     ) -> Tensor:
-        rows, row_weights = rows.contiguous(), row_weights.contiguous()
+        rows, row_weights = _at_hand(rows.contiguous(), offsets), row_weights.contiguous()
         w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
         experts, width, hidden = w_down.shape
         gate_up, y = rows.new_empty(len(rows), 2 * hidden), torch.empty_like(rows)
@@ -76,7 +89,7 @@ class _ExpertMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, w_gate_up, w_down, row_weights, offsets, gate_up = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = _at_hand(grad.contiguous(), offsets)
         needed = needed_grads(ctx, 4)
         inputs = (rows, w_gate_up, w_down, row_weights)
         grads = [torch.empty_like(each) if need else None for each, need in zip(inputs, needed, strict=True)]

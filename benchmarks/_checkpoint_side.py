@@ -27,6 +27,9 @@ from olmoe_lightning.kernels import keep_freed_memory
 
 STEPS = 2
 """Before the first save: the moments are there, and no step is the first one."""
+ROWS = 16
+"""Sequences of a process' step, of 32 tokens: long enough to copy meanwhile, far shorter than real steps."""
+WAYS = ("plain", "sync", "async", "overlap")
 
 Seconds = dict[str, list[float]]
 
@@ -54,7 +57,8 @@ class CheckpointSide:
 
         Returns:
             ``seconds``: of each round until all processes are done, ``plain`` for ``torch.save`` and ``fsync`` of the
-            tensors that this process writes, ``sync`` and ``async`` for ``trainer.save_checkpoint``, and ``async_all``
+            tensors that this process writes, ``sync``, ``async`` and ``overlap`` that training waits for
+            ``trainer.save_checkpoint``, for the last one with what the next optimizer step waits, and ``async_all``
             until an asynchronous save is published. ``bytes``: of those tensors. ``on_disk``, ``tensors_on_disk``:
             bytes of the checkpoint. ``parameters``: of the model.
         """
@@ -112,16 +116,17 @@ class CheckpointSide:
         """One save after each training step, as they come in training: the optimizer has just written everything."""
         strategy: Any = trainer.strategy
         tensors = {name: value.clone() for name, value in _own_tensors(strategy).items()}  # not their whole bucket
-        seconds: Seconds = {"plain": [], "sync": [], "async": [], "async_all": []}
+        seconds: Seconds = {"plain": [], "sync": [], "async": [], "async_all": [], "overlap": []}
         for index in range(-1, rounds):
-            for way in turn_order(["plain", "sync", "async"], max(index, 0)):
+            for way in turn_order(list(WAYS), max(index, 0)):
                 if way == "plain":
                     for name, value in _own_tensors(strategy).items():
                         tensors[name].copy_(value)
                     self._plain_path().unlink(missing_ok=True)
                 elif trainer.is_global_zero:
                     shutil.rmtree(self._trained, ignore_errors=True)
-                strategy.async_save = way == "async"
+                strategy.async_save = way if way == "overlap" else way == "async"
+                strategy.waited = 0.0
                 dist.barrier()
                 start = time.perf_counter()
                 if way == "plain":
@@ -137,10 +142,13 @@ class CheckpointSide:
                     strategy.finish_saves()
                     dist.barrier()
                     spent["async_all"] = time.perf_counter() - start
+                yield  # a training step
+                if way == "overlap":
+                    spent["overlap"] += strategy.waited
+                    strategy.finish_saves()
                 if index >= 0:
                     for name, value in spent.items():
                         seconds[name].append(value)
-                yield
         files = {path.name: path.stat().st_size for path in self._trained.iterdir()}
         found |= {
             "seconds": seconds,
@@ -163,7 +171,7 @@ class CheckpointSide:
         strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
         strategy.watched = watched
         trainer = silent_trainer(strategy, self._processes, steps, str(self._folder), *callbacks, bf16=bf16)
-        data = random_data(str(self._folder), steps, 1, 32, self._processes)
+        data = random_data(str(self._folder), steps, ROWS, 32, self._processes)
         trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
         return strategy
 
@@ -184,14 +192,27 @@ class _Rounds(Callback):
         if self._rest is not None:
             next(self._rest, None)
 
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._rest is not None:
+            next(self._rest, None)  # what it does after the last step
+
 
 class _Timed(MoEStrategy):
     """How long a resumed run takes from opening a checkpoint until weights and optimizer state are there."""
 
     seconds = 0.0
     growth = 0
+    waited = 0.0
+    """How long something waited for copies."""
     watched = False
     """Whether the memory is looked at, which takes time: freed memory is given back first, and then sampled."""
+
+    @override
+    def finish_copy(self) -> None:
+        start = time.perf_counter()
+        super().finish_copy()
+        self.waited += time.perf_counter() - start
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -211,8 +232,8 @@ class _Timed(MoEStrategy):
 
 
 def _steps(rounds: int) -> int:
-    """Training steps of a run that saves in so many rounds, one of them untimed, in three ways each."""
-    return STEPS + 3 * (rounds + 1)
+    """Training steps of a run that saves in so many rounds and an untimed one, after each step in another way."""
+    return STEPS + len(WAYS) * (rounds + 1)
 
 
 def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from _report import aligned, spread
@@ -21,6 +23,9 @@ from _workers import Worker
 COMMS = ("rowwise", "all_to_all")
 TRAVEL = ("dispatch", "combine", "combine backward", "dispatch backward")
 EXPERTS = ("experts", "experts backward")
+
+Seconds = dict[str, dict[str, list[float]]]
+"""By plugin and part."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -68,36 +73,57 @@ def ask(workers: list[Worker], command: str, **arguments: Any) -> list[Any]:
 
 
 def measure_rounds(args: argparse.Namespace, results: dict[str, Any], progress: Progress) -> None:
-    """Alternating rounds; a part takes as long as the slowest process."""
-    parts = TRAVEL if args.no_experts else (*TRAVEL, *EXPERTS)
-    seconds: dict[str, dict[str, list[float]]] = {comm: {part: [] for part in parts} for comm in COMMS}
-    products = []
+    """Alternating rounds of travelling alone, then of whole layers; a part takes as long as the slowest process."""
+    results["large_pages"] = large_pages()
     with ExitStack() as stack:
         workers = start(args, stack)
-        for comm in COMMS:
-            for _ in range(2):
-                progress(f"warm-up of {comm}")
-                ask(workers, "layer", comm=comm, experts=not args.no_experts)
-        for index in range(args.rounds):
-            for comm in turn_order(COMMS, index):
-                progress(f"round {index + 1} of {args.rounds}, {comm}")
-                answers = ask(workers, "layer", comm=comm, experts=not args.no_experts)
-                for part in parts:
-                    seconds[comm][part].append(max(answer[part] for answer in answers))
-            if not args.no_experts:
-                products.append(max(ask(workers, "products")))
-    travel = {comm: [sum(each) for each in zip(*(seconds[comm][part] for part in TRAVEL), strict=True)]
-              for comm in COMMS}  # fmt: skip
-    results["seconds_by_part"] = {
-        comm: {part: summarize(values).to_dict() for part, values in by_part.items()}
-        for comm, by_part in seconds.items()
-    }
-    results["travel"] = {comm: summarize(values).to_dict() for comm, values in travel.items()}
-    results["travel_ratio"] = paired_ratios(travel["rowwise"], travel["all_to_all"]).to_dict()
-    if products:
-        experts = [sum(each) for each in zip(*(seconds["rowwise"][part] for part in EXPERTS), strict=True)]
+
+        def rounds(name: str, parts: Sequence[str], after: Callable[[], None] | None = None, **options: Any) -> Seconds:
+            seconds: Seconds = {comm: {part: [] for part in parts} for comm in COMMS}
+            for comm in COMMS:
+                for _ in range(2):
+                    progress(f"{name}, warm-up of {comm}")
+                    ask(workers, "layer", comm=comm, **options)
+            for index in range(args.rounds):
+                for comm in turn_order(COMMS, index):
+                    progress(f"{name}, round {index + 1} of {args.rounds}, {comm}")
+                    answers = ask(workers, "layer", comm=comm, **options)
+                    for part in parts:
+                        seconds[comm][part].append(max(answer[part] for answer in answers))
+                if after is not None:
+                    after()
+            return seconds
+
+        keep(results, "travel", rounds("travelling", TRAVEL, experts=False))
+        if args.no_experts:
+            return
+        products: list[float] = []
+        whole = rounds("layer", (*TRAVEL, *EXPERTS), lambda: products.append(max(ask(workers, "products"))))
+        keep(results, "layer", whole)
+        experts = [sum(each) for each in zip(*(whole["rowwise"][part] for part in EXPERTS), strict=True)]
         results["products"] = summarize(products).to_dict()
         results["experts_of_products"] = paired_ratios(products, experts).to_dict()
+
+
+def keep(results: dict[str, Any], name: str, seconds: Seconds) -> None:
+    """Seconds of the parts, of all movements together, and the ratio of the two plugins."""
+    travel = {comm: [sum(each) for each in zip(*(seconds[comm][part] for part in TRAVEL), strict=True)]
+              for comm in COMMS}  # fmt: skip
+    results[name] = {
+        "parts": {comm: {part: summarize(values).to_dict() for part, values in by_part.items()}
+                  for comm, by_part in seconds.items()},
+        "total": {comm: summarize(values).to_dict() for comm, values in travel.items()},
+        "ratio": paired_ratios(travel["rowwise"], travel["all_to_all"]).to_dict(),
+    }  # fmt: skip
+
+
+def large_pages() -> str:
+    """What the system does for shared memory in large pages."""
+    try:
+        words = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().split()
+        return next(word.strip("[]") for word in words if word.startswith("["))
+    except (OSError, StopIteration):
+        return "unknown"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -112,14 +138,17 @@ def table(results: dict[str, Any]) -> str:
     ]
     if load["warning"]:
         lines.append(f"WARNING: {load['warning']}")
-    by_part = results["seconds_by_part"]
-    rows = [("milliseconds", *COMMS)]
-    rows += [(part, *(_ms(by_part[comm][part]) for comm in COMMS)) for part in by_part["rowwise"]]
-    rows.append(("dispatch + combine", *(_ms(results["travel"][comm]) for comm in COMMS)))
-    lines += ["", *aligned(rows), "", f"rowwise over all_to_all: {spread(results['travel_ratio'], 3)}"]
+    lines.append(f"large pages of shared memory (shmem_enabled): {results['large_pages']}")
+    for name, title in (("travel", "Travelling alone"), ("layer", "The same between the experts' products")):
+        if name in results:
+            found = results[name]
+            rows = [(f"{title}, ms", *COMMS)]
+            rows += [(part, *(_ms(found["parts"][comm][part]) for comm in COMMS)) for part in found["parts"]["rowwise"]]
+            rows.append(("dispatch + combine", *(_ms(found["total"][comm]) for comm in COMMS)))
+            lines += ["", *aligned(rows), f"rowwise over all_to_all: {spread(found['ratio'], 3)}"]
     if "products" in results:
-        lines.append(f"bare products {_ms(results['products'])} ms; over the experts' time: "
-                     f"{spread(results['experts_of_products'], 3)}")  # fmt: skip
+        lines += ["", f"bare products {_ms(results['products'])} ms; over the experts' time with rowwise: "
+                      f"{spread(results['experts_of_products'], 3)}"]  # fmt: skip
     return "\n".join([*lines, "", f"median [quartiles] over the rounds; {results['seconds']:.0f} s in all", ""])
 
 

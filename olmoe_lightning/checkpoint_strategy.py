@@ -34,7 +34,7 @@ from olmoe_lightning.parallel.full_state import (
     named_groups,
 )
 from olmoe_lightning.random_state import capture_random_state
-from olmoe_lightning.save_queue import CopyBuffers, SaveQueue
+from olmoe_lightning.save_queue import Copy, CopyBuffers, SaveQueue
 from olmoe_lightning.training_state import OPTIMIZER
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class CheckpointStrategy(LoadingStrategy):
         self,
         *args: Any,
         state_dict_type: Literal["sharded", "full"],
-        async_save: bool,
+        async_save: bool | Literal["overlap"],
         on_save_error: Literal["raise", "warn"],
         **kwargs: Any,
     ) -> None:
@@ -74,6 +74,8 @@ class CheckpointStrategy(LoadingStrategy):
         ):
             if value not in allowed:
                 raise ValueError(f"{name} ({value!r}) must be {allowed[0]!r} or {allowed[1]!r}")
+        if async_save not in (False, True, "overlap"):
+            raise ValueError(f"async_save ({async_save!r}) must be False, True or 'overlap'")
         if async_save and state_dict_type == "full":
             raise ValueError(
                 "async_save=True needs state_dict_type='sharded': a joined file is written by rank 0 alone"
@@ -83,6 +85,7 @@ class CheckpointStrategy(LoadingStrategy):
         self.on_save_error = on_save_error
         self._queue: SaveQueue | None = None
         self._buffers = CopyBuffers()
+        self._copy: Copy | None = None  # the last one
         self._save_group: dist.ProcessGroup | None = None
         self._last_save_failed = False
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
@@ -132,15 +135,18 @@ class CheckpointStrategy(LoadingStrategy):
             fragments, own, rest = self._snapshot(checkpoint)
             queue = self._save_queue()
             queue.wait_for_room()
-            buffers = self._buffers.copy([part.values for part in fragments])  # training goes on and changes them
+            # Training goes on and changes them: the optimizer's own at its next step, others at once.
+            sources = [part.values if _is_optimizer_s(part, own) else part.values.clone() for part in fragments]
+            self._copy, values = self._buffers.start(sources)
+            if self.async_save != "overlap" or self.sharded is None:
+                self.finish_copy()
             fragments = [
-                Fragment(part.name, part.size, part.start, values)
-                for part, values in zip(fragments, buffers, strict=True)
+                Fragment(part.name, part.size, part.start, value) for part, value in zip(fragments, values, strict=True)
             ]
             own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
             rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
-            write = partial(self._write, Path(filepath), fragments, own, rest)
-            queue.add_save(write, str(filepath), partial(self._buffers.give_back, buffers))
+            write = partial(self._write, Path(filepath), fragments, own, rest, self._copy)
+            queue.add_save(write, str(filepath), partial(self._buffers.give_back, values))
             return
         if self._queue is not None:
             self._queue.drain()
@@ -204,15 +210,41 @@ class CheckpointStrategy(LoadingStrategy):
             rank_zero_warn(f"Checkpoints of this run have an empty {MANIFEST}: {type(error).__name__}: {error}")
             return {}
 
-    def _write(self, target: Path, fragments: list[Fragment], own: dict[str, Any], rest: dict[str, Any]) -> None:
+    def finish_copy(self) -> None:
+        """Return when weights and optimizer state may change; a save in the background may still be copying them."""
+        if self._copy is not None:
+            self._copy.join()
+
+    @override
+    def _settle(self) -> None:
+        self.finish_copy()
+        super()._settle()
+
+    def _write(
+        self,
+        target: Path,
+        fragments: list[Fragment],
+        own: dict[str, Any],
+        rest: dict[str, Any],
+        copy: Copy | None = None,
+    ) -> None:
         """Write, make durable, publish; on all processes, in this thread or another.
+
+        Args:
+            target: the checkpoint's name.
+            fragments: what this process writes.
+            own: what rank 0 needs to know of this process.
+            rest: Lightning's part, on rank 0.
+            copy: by which the fragments get their values, if it may still be going on.
 
         Raises:
             SaveError: it did not work, and the target is as it was.
         """
         self._last_save_failed = True
+        if copy is not None:
+            copy.result()
         group, rank = self._group_for_saving(), self.mesh.rank
-        bad = sorted({part.name for part in fragments if _must_be_finite(part, own) and not _finite(part.values)})
+        bad = sorted({part.name for part in fragments if _is_optimizer_s(part, own) and not _finite(part.values)})
         everyone = _gather(own | {"bad": bad}, rank, self.mesh.world.size, group)
         temporary = Path(_share(target, partial(self._begin, target, everyone), rank, group))
         try:
@@ -343,6 +375,8 @@ class CheckpointStrategy(LoadingStrategy):
 
     def _close_saves(self) -> None:
         """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
+        self.finish_copy()
+        self._copy = None
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.close(_PATIENCE_SECONDS if self._interrupted else None)
@@ -436,8 +470,8 @@ def _gather(own: dict[str, Any], rank: int, size: int, group: dist.ProcessGroup 
     return found or []
 
 
-def _must_be_finite(part: Fragment, own: dict[str, Any]) -> bool:
-    """What is trained, and the optimizer's state of it; a buffer (a mask) may hold what it likes."""
+def _is_optimizer_s(part: Fragment, own: dict[str, Any]) -> bool:
+    """Whether the optimizer, and nothing else, changes it: what is trained, and its state. A buffer may be anything."""
     return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in own["trained"]
 
 

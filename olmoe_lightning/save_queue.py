@@ -99,6 +99,43 @@ class SaveQueue:
         self._jobs.task_done()
 
 
+class Copy:
+    """Copies of tensors on the CPU, made by a thread of its own.
+
+    Args:
+        sources: they must not change until :meth:`join` has returned.
+        values: the copies' memory; complete when :meth:`result` has returned.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], values: list[Tensor]) -> None:
+        self._values = values
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(sources,), name="copy of a checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, sources: Sequence[Tensor]) -> None:
+        try:
+            for target, source in zip(self._values, sources, strict=True):
+                target.copy_(source.detach())
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        """Return when the sources may change."""
+        self._thread.join()
+
+    def result(self) -> list[Tensor]:
+        """The copies.
+
+        Raises:
+            BaseException: what kept them from being made.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+
 class CopyBuffers:
     """Host memory for copies of tensors. It is kept for the next ones: fresh pages take longer than copying."""
 
@@ -106,22 +143,20 @@ class CopyBuffers:
         self._kept: list[Tensor] = []
         self._lock = threading.Lock()
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the CPU, which are the caller's until :meth:`give_back`."""
+    def start(self, tensors: Sequence[Tensor]) -> tuple[Copy, list[Tensor]]:
+        """Begin to copy; and the copies' memory, which is the caller's until :meth:`give_back`."""
         with self._lock:
             kept, self._kept = self._kept, []
         fitting = len(kept) == len(tensors) and all(
             old.shape == new.shape and old.dtype == new.dtype for old, new in zip(kept, tensors, strict=True)
         )
-        copies = kept if fitting else [torch.empty(value.shape, dtype=value.dtype) for value in tensors]
-        for target, source in zip(copies, tensors, strict=True):
-            target.copy_(source.detach())
-        return copies
+        values = kept if fitting else [torch.empty(value.shape, dtype=value.dtype) for value in tensors]
+        return Copy(tensors, values), values
 
-    def give_back(self, copies: list[Tensor]) -> None:
+    def give_back(self, values: list[Tensor]) -> None:
         """Keep them for the next call; one set, even if several saves overlapped."""
         with self._lock:
-            self._kept = copies
+            self._kept = values
 
     def clear(self) -> None:
         """Free what is kept."""

@@ -72,7 +72,9 @@ class MoEStrategy(CheckpointStrategy):
         log_grad_norm: log ``grad_norm`` and ``skipped_steps`` at each optimizer step.
         state_dict_type: ``sharded`` checkpoints are directories to which every process writes its own part, and which
             load on any topology; ``full`` ones are files of Lightning's usual kind, joined in the memory of rank 0.
-        async_save: block training only while the tensors are copied, and write them meanwhile.
+        async_save: block training only while the tensors are copied, and write them meanwhile. ``"overlap"``: copy them
+            while the next forward and backward pass run. Between a save and the next optimizer step nothing but the
+            optimizer may then change weights in place; call ``strategy.finish_copy()`` before something does.
         on_save_error: ``raise`` if a checkpoint cannot be written, or ``warn`` and train on.
         process_group_backend: ``gloo``, ``nccl``; by default what fits the device.
         timeout: of the collectives.
@@ -106,7 +108,7 @@ class MoEStrategy(CheckpointStrategy):
         bucket_megabytes: float = BUCKET_ELEMENTS * 4 / 2**20,
         log_grad_norm: bool = True,
         state_dict_type: Literal["sharded", "full"] = "sharded",
-        async_save: bool = False,
+        async_save: bool | Literal["overlap"] = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # immutable
@@ -331,6 +333,7 @@ class MoEStrategy(CheckpointStrategy):
         assert self.sharded is not None
         self._step_open = False
         result = self.sharded.finish_backward()
+        self.finish_copy()  # the optimizer is about to change what may still be copied
         self.grad_norm = result.grad_norm
         self.step_skipped = not result.finite
         if not result.finite:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,6 +119,15 @@ def test_when_time_is_over_cases_are_left_out_by_name_but_checks_are_not(capsys)
     assert report["rows"] == []
     assert len(report["checks"]) > 10
     assert "left out: MoE layer" in table
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_all_kernels_hold_and_a_layer_never_waits_for_the_device():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, gpu.__file__, "--checks-only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "never waits for the device" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -47,11 +47,12 @@ def test_a_layer_s_travel_is_timed_apart_from_its_experts():
     sizes = "--tokens 64 --d-model 16 --hidden 16 --experts 4 --top-k 2"
     text, results = run("rowwise.py", "--rounds", "2", *sizes.split())
     assert "dispatch + combine" in text
-    assert set(results["travel"]) == {"rowwise", "all_to_all"}
-    assert len(results["travel_ratio"]["rounds"]) == len(results["experts_of_products"]["rounds"]) == 2
-    by_part = results["seconds_by_part"]["rowwise"]
+    assert set(results["travel"]["total"]) == {"rowwise", "all_to_all"}
+    rounds = [results["travel"]["ratio"], results["layer"]["ratio"], results["experts_of_products"]]
+    assert [len(each["rounds"]) for each in rounds] == [2, 2, 2]
+    by_part = results["layer"]["parts"]["rowwise"]
     travel = [sum(part["rounds"][i] for name, part in by_part.items() if "experts" not in name) for i in range(2)]
-    assert travel == pytest.approx(results["travel"]["rowwise"]["rounds"])
+    assert travel == pytest.approx(results["layer"]["total"]["rowwise"]["rounds"])
 
 
 @pytest.mark.slow

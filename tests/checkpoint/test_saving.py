@@ -23,7 +23,7 @@ from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
 from olmoe_lightning.checkpoint_strategy import SaveError
-from olmoe_lightning.save_queue import CopyBuffers
+from olmoe_lightning.save_queue import Copy, CopyBuffers
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -274,15 +274,15 @@ class Slow(MoEStrategy):
 
 
 def save_every_step(folder, background, aliased=False):
-    copy = CopyBuffers.copy
+    start = CopyBuffers.start
     if aliased:
-        CopyBuffers.copy = lambda self, tensors: [value.detach() for value in tensors]
+        CopyBuffers.start = lambda self, tensors: (Copy([], []), [value.detach() for value in tensors])
     try:
         strategy = (Slow if background else MoEStrategy)(expert_parallel_size=2, async_save=background)
         fit(strategy, saves_to(folder), steps=5)
         return getattr(strategy, "begun", None)
     finally:
-        CopyBuffers.copy = copy
+        CopyBuffers.start = start
 
 
 def test_a_save_in_the_background_holds_the_moment_of_the_call_and_saves_queue_in_order(workers, tmp_path):
@@ -303,6 +303,54 @@ def test_the_comparison_sees_values_that_were_not_copied(workers, tmp_path):
         differences(everything(tmp_path / "sync" / name)[0], everything(tmp_path / "async" / name)[0])
         for name in names(tmp_path / "sync")
     )
+
+
+class Idle(MoEStrategy):
+    """Copies for saves begin late, when the next step has been computed; ``waits``: whether the optimizer does."""
+
+    waits = True
+
+    def save_checkpoint(self, *args, **kwargs):
+        begin = threading.Event()
+        run = Copy._run
+
+        def late(copy, sources):
+            begin.wait(1.0)
+            run(copy, sources)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Copy, "_run", late)
+            super().save_checkpoint(*args, **kwargs)
+
+    def finish_copy(self):
+        if self.waits:
+            super().finish_copy()
+
+
+class Careless(Idle):
+    waits = False
+
+
+def save_once_in_training(folder, strategy):
+    """The second step's state, twice: with a sync save, and with one that overlaps with the third step."""
+
+    def look(trainer):
+        if trainer.global_step == 2:
+            trainer.strategy.async_save = False
+            trainer.save_checkpoint(folder / "sync.ckpt")
+            trainer.strategy.async_save = "overlap"
+            trainer.save_checkpoint(folder / "overlap.ckpt")
+
+    return fit(strategy(expert_parallel_size=2, async_save="overlap"), Each(look), steps=4)["step"]
+
+
+@pytest.mark.parametrize("strategy", [Idle, Careless])
+def test_copies_that_overlap_with_a_step_are_of_what_was_before_it(workers, tmp_path, strategy):
+    assert workers(2).run(save_once_in_training, tmp_path, strategy) == [4, 4]
+    sync, overlap = (everything(tmp_path / f"{name}.ckpt") for name in ("sync", "overlap"))
+    changed = differences(sync[0], overlap[0])
+    assert bool(changed) == (strategy is Careless)  # the control: an optimizer that does not wait
+    assert differences(sync[1:], overlap[1:]) == []
 
 
 class Held(MoEStrategy):

@@ -131,12 +131,13 @@ class LoadingStrategy(ExpertStrategy):
             raise ValueError(refusals[0])
         fragments, finish = state.model_to_read()
         fragments = [part for part in fragments if part.name in there]
+        entries: dict[nn.Parameter, dict[str, Any]] = {}
         if options is not None:
             more, entries = state.optimizer_to_read(there, meta["scalars"])
             fragments += more
-            self._optimizer_state = self._numbered(entries, options)
         directories.load(directory, fragments, self._world_group())
         finish()
+        self._optimizer_state = None if options is None else self._numbered(entries, options)
         module = self.lightning_module
         assert module is not None
         if meta["other"]:

@@ -135,18 +135,11 @@ class CheckpointStrategy(LoadingStrategy):
             fragments, own, rest = self._snapshot(checkpoint)
             queue = self._save_queue()
             queue.wait_for_room()
-            # Training goes on and changes them: the optimizer's own at its next step, others at once.
-            sources = [part.values if _is_optimizer_s(part, own) else part.values.clone() for part in fragments]
-            self._copy, values = self._buffers.start(sources)
-            if self.async_save != "overlap" or self.sharded is None:
-                self.finish_copy()
-            fragments = [
-                Fragment(part.name, part.size, part.start, value) for part, value in zip(fragments, values, strict=True)
-            ]
-            own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
-            rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
-            write = partial(self._write, Path(filepath), fragments, own, rest, self._copy)
-            queue.add_save(write, str(filepath), partial(self._buffers.give_back, values))
+            try:
+                self._save_later(queue, Path(filepath), fragments, own, rest)
+            except BaseException:
+                queue.give_room()
+                raise
             return
         if self._queue is not None:
             self._queue.drain()
@@ -154,6 +147,23 @@ class CheckpointStrategy(LoadingStrategy):
             self._write(Path(filepath), *self._snapshot(checkpoint))
         except SaveError as error:
             self._report(error)
+
+    def _save_later(
+        self, queue: SaveQueue, filepath: Path, fragments: list[Fragment], own: dict[str, Any], rest: dict[str, Any]
+    ) -> None:
+        """Copy what training goes on to change, and let the queue write it."""
+        own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
+        rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
+        # The optimizer changes its own at its next step, others may change at once.
+        sources = [part.values if _is_optimizer_s(part, own) else part.values.clone() for part in fragments]
+        self._copy, values = self._buffers.start(sources)
+        if self.async_save != "overlap" or self.sharded is None:
+            self.finish_copy()
+        fragments = [
+            Fragment(part.name, part.size, part.start, value) for part, value in zip(fragments, values, strict=True)
+        ]
+        write = partial(self._write, filepath, fragments, own, rest, self._copy)
+        queue.add_save(write, str(filepath), partial(self._buffers.give_back, values))
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """One file, by rank 0; if it cannot be written all processes know."""
@@ -241,11 +251,17 @@ class CheckpointStrategy(LoadingStrategy):
             SaveError: it did not work, and the target is as it was.
         """
         self._last_save_failed = True
-        if copy is not None:
-            copy.result()
         group, rank = self._group_for_saving(), self.mesh.rank
-        bad = sorted({part.name for part in fragments if _is_optimizer_s(part, own) and not _finite(part.values)})
-        everyone = _gather(own | {"bad": bad}, rank, self.mesh.world.size, group)
+        own = own | {"bad": [], "failed": ""}
+        try:
+            if copy is not None:
+                copy.result()
+            own["bad"] = sorted(
+                {part.name for part in fragments if _is_optimizer_s(part, own) and not _finite(part.values)}
+            )
+        except Exception as error:  # the others are told: each save of theirs must meet the same one of this process
+            own["failed"] = f"rank {rank}: {type(error).__name__}: {error}"
+        everyone = _gather(own, rank, self.mesh.world.size, group)
         temporary = Path(_share(target, partial(self._begin, target, everyone), rank, group))
         try:
             try:
@@ -261,6 +277,9 @@ class CheckpointStrategy(LoadingStrategy):
 
     def _begin(self, target: Path, everyone: list[dict[str, Any]]) -> str:
         """On rank 0: may there be a checkpoint, and where is it written first?"""
+        failed = [each["failed"] for each in everyone if each["failed"]]
+        if failed:
+            raise SaveError(f"no checkpoint was written to {target}: {'; '.join(failed[:3])}")
         problems = [problem for each in everyone for problem in each["problems"]]
         if problems:
             raise SaveError(
@@ -399,7 +418,7 @@ class CheckpointStrategy(LoadingStrategy):
             rank_zero_warn(f"{path} is kept, because the last checkpoint could not be written.")
         elif self.is_global_zero:
             try:
-                remove(path)
+                remove_it(path)
             except OSError as error:  # one too many is no reason to stop, and the other processes do not know of it
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from olmoe_lightning.guards import most_batches
@@ -17,7 +17,7 @@ from olmoe_lightning.kernels import LocalTransport
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.pipeline_strategy import PipelineStrategy
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
-from olmoe_lightning.plugins.comm.capacity import describe_drops
+from olmoe_lightning.plugins.comm.capacity import DropCounters, describe_drops
 from olmoe_lightning.plugins.comm.registry import describe_choice, make_comm
 
 
@@ -74,11 +74,47 @@ class ExpertStrategy(PipelineStrategy):
     def on_train_end(self) -> None:
         """Say what was left out for want of room, if anything was."""
         super().on_train_end()
-        for plugin in self.comm_plugins:
-            if plugin.drops is not None:
-                total = plugin.drops.from_flat(self.mesh.world.all_reduce(plugin.drops.flat(), dist.ReduceOp.SUM))
-                if total["dropped_by_expert"].any():
-                    rank_zero_warn(f"comm {plugin.name!r} had no room for all tokens: {describe_drops(total)}.")
+        for name, total in self.sum_of_drops(self.own_drops()).items():
+            if total["dropped_by_expert"].any():
+                rank_zero_warn(f"comm {name} had no room for all tokens: {describe_drops(total)}.")
+
+    def own_drops(self) -> dict[str, dict[str, Tensor]]:
+        """What each plugin had no room for, of this process' tokens: copies of its counters by name, on the device."""
+        return {
+            f"{plugin.name!r} ({spec.num_experts} experts)": plugin.drops.read()
+            for spec, plugin in self._comms.items()
+            if plugin.drops is not None
+        }
+
+    def sum_of_drops(self, own: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Add up counters over all processes; collective, whatever each of them has.
+
+        The stages of a pipeline have different plugins, or none: a stage may consist of dense layers.
+
+        Args:
+            own: of this process, as :meth:`own_drops` gives them.
+
+        Returns:
+            The sums on the CPU, fp64, the same on all processes.
+        """
+        host = {name: {key: value.double().cpu() for key, value in found.items()} for name, found in own.items()}
+        everyone = [host]
+        if self.mesh.world.size > 1 and self._drops_possible():
+            everyone = [{}] * self.mesh.world.size
+            dist.all_gather_object(everyone, host)
+        total: dict[str, dict[str, Tensor]] = {}
+        for each in everyone:
+            for name, found in each.items():
+                known = total.setdefault(name, {key: torch.zeros_like(value) for key, value in found.items()})
+                for key, value in found.items():
+                    known[key] += value
+        return total
+
+    drop_rates = staticmethod(DropCounters.rates)
+
+    def _drops_possible(self) -> bool:
+        """Whether any process may count drops; all say the same."""
+        return self.mesh.pipeline.size > 1 or any(plugin.drops is not None for plugin in self.comm_plugins)
 
     def _comm_of(self, layer: MoE) -> CommPlugin:
         config = layer.config

@@ -51,6 +51,10 @@ class SaveQueue:
         """Return when one more save may be added; to be called before its copy is made."""
         self._room.acquire()
 
+    def give_room(self) -> None:
+        """Take :meth:`wait_for_room` back: the save could not be added."""
+        self._room.release()
+
     def add_save(self, job: Callable[[], None], name: str, finally_: Callable[[], None]) -> None:
         """Add a save for which :meth:`wait_for_room` has been called; ``finally_`` is called after it in any case."""
 
@@ -110,11 +114,16 @@ class Copy:
     def __init__(self, sources: Sequence[Tensor], values: list[Tensor]) -> None:
         self._values = values
         self._error: BaseException | None = None
+        device = next((source.device for source in sources if source.is_cuda), None)
+        # A thread has a stream of its own choice: it must come after what made the values.
+        self._made = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._thread = threading.Thread(target=self._run, args=(sources,), name="copy of a checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self, sources: Sequence[Tensor]) -> None:
         try:
+            if self._made is not None:
+                self._made.synchronize()
             for target, source in zip(self._values, sources, strict=True):
                 target.copy_(source.detach())
         except BaseException as error:

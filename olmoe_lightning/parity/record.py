@@ -207,9 +207,7 @@ class Recorder(Callback):
         run.ranks = [own] * strategy.mesh.world.size
         if len(run.ranks) > 1:
             dist.all_gather_object(run.ranks, own)
-        for plugin in strategy.comm_plugins:
-            if plugin.drops is not None:
-                run.drops = plugin.drops.from_flat(strategy.mesh.world.all_reduce(plugin.drops.flat()))
+        run.drops = next(iter(strategy.sum_of_drops(strategy.own_drops()).values()), {})  # layers of one size
         run.biases = {
             name: value
             for rank in reversed(run.ranks)  # the first one that has it stays

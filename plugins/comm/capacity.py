@@ -152,15 +152,9 @@ class DropCounters:
         self.dropped_by_rank = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         self.weight_removed_by_expert = torch.zeros(self.num_experts, device=self.device)
 
-    def flat(self) -> Tensor:
-        """A copy of all counters in one tensor, to be added up over processes in one reduction; fp64 [4 + 3 E + N]."""
-        parts = [getattr(self, name).reshape(-1).double() for name in self._NAMES]
-        return torch.cat(parts)
-
-    def from_flat(self, flat: Tensor) -> dict[str, Tensor]:
-        """The counters by name, of what :meth:`flat` gave, or of a sum of such."""
-        sizes = [getattr(self, name).numel() for name in self._NAMES]
-        return dict(zip(self._NAMES, flat.split(sizes), strict=True))
+    def read(self) -> dict[str, Tensor]:
+        """Copies of the counters by name, where they are."""
+        return {name: getattr(self, name).clone() for name in self._NAMES}
 
     def add(self, wanted_TK: Tensor, taken_TK: Tensor, keep_TK: Tensor, weights_TK: Tensor) -> None:
         """Count a dispatch.
@@ -190,7 +184,7 @@ class DropCounters:
         """What counters mean; copies them to the host.
 
         Args:
-            total: by name, as :meth:`from_flat` gives them, of all processes and layers together.
+            total: by name, as :meth:`read` gives them, of all processes and layers together.
 
         Returns:
             ``dropped`` and ``moved``: shares of the routes. ``dropped_tokens`` and ``dropped_tokens_all``: shares of

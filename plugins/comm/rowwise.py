@@ -380,7 +380,8 @@ class RowwiseComm(CommPlugin):
         """Rows that a group of experts may get."""
         assert self._spec is not None
         assert self.capacity_factor is not None
-        return math.ceil(self.capacity_factor * max(tokens) * len(tokens) * self._spec.top_k / self._groups)
+        routes = max(tokens) * len(tokens) * self._spec.top_k  # integers first: all numbers of processes round alike
+        return math.ceil(self.capacity_factor * routes / self._groups)
 
     @property
     def _groups(self) -> int:

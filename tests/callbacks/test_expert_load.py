@@ -8,10 +8,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from olmoe_lightning import MoEStrategy
 from olmoe_lightning.callbacks import ExpertLoadMonitor
 from olmoe_lightning.callbacks.expert_load import RoutingSums, load_metrics
 from olmoe_lightning.callbacks.heat_map import draw_heat_map
-from olmoe_lightning.plugins.comm import DropCounters
+from olmoe_lightning.plugins.comm import CommSpec, DropCounters
 from olmoe_lightning.plugins.comm.capacity import describe_drops
 
 METRICS = ("max_over_mean", "dead_experts", "load_entropy", "router_entropy", "balance_loss", "centred_product")
@@ -200,31 +201,43 @@ def test_wrong_numbers_are_refused():
 
 
 class Limited:
-    """What a strategy shows of its communication plugins, with counters that a batch adds to."""
+    """A communication plugin, as far as it counts: a batch adds to its counters."""
 
-    def __init__(self, device):
-        self.drops = DropCounters(8, 2, device)
+    name = "limited"
+
+    def __init__(self):
+        self.drops = DropCounters(8, 2, torch.device("cpu"))
 
     def drop(self, routes):
         ids, keep = torch.arange(8).view(4, 2), torch.ones(4, 2, dtype=torch.bool)
         keep.view(-1)[:routes] = False
         self.drops.add(ids, ids, keep, torch.full((4, 2), 0.25))
 
+    def teardown(self):
+        pass
+
 
 class Dropping(Callback):
-    def __init__(self, by_step):
-        self.by_step = list(by_step)
+    """Makes the plugin one of the strategy's, and lets it drop so many routes in each step."""
 
-    def on_train_batch_end(self, trainer, *args):
-        trainer.strategy.comm_plugins[0].drop(self.by_step.pop(0))
+    def __init__(self, by_step):
+        self.plugin, self.by_step = Limited(), list(by_step)
+
+    def on_train_start(self, trainer, *args):
+        trainer.strategy._comms[CommSpec(8, 2, 16, torch.float32, torch.device("cpu"))] = self.plugin
+
+    def on_train_batch_end(self, *args):
+        self.plugin.drop(self.by_step.pop(0))
 
 
 def test_what_a_plugin_dropped_is_reported_by_window(make_trainer, small_moe, random_tokens, tmp_path):
     monitor = ExpertLoadMonitor(every_n_steps=2, heatmaps=False)
     logger = TensorBoardLogger(tmp_path, name="", version="")
-    trainer = make_trainer(Dropping([1, 2, 0, 0]), monitor, logger=logger, max_steps=4)
-    trainer.strategy.comm_plugins = [Limited(torch.device("cpu"))]
-    trainer.fit(small_moe(), random_tokens())
+    trainer = make_trainer(
+        Dropping([1, 2, 0, 0]), monitor, logger=logger, max_steps=4, strategy=MoEStrategy(log_grad_norm=False)
+    )
+    with pytest.warns(UserWarning, match="comm 'limited' .8 experts. had no room for all tokens: 3 of 32 routes"):
+        trainer.fit(small_moe(), random_tokens())
     logged = events(tmp_path)
     names = DropCounters.rates(counters_of(0))
     first, second = ({name: logged.Scalars(f"drops/{name}")[window].value for name in names} for window in (0, 1))
@@ -237,19 +250,17 @@ def test_what_a_plugin_dropped_is_reported_by_window(make_trainer, small_moe, ra
     assert first["dropped_rank_worst"] == pytest.approx(2)  # the first of two processes has those experts
     assert first["moved"] == 0
     assert not any(second.values())
-    assert monitor.drops.counts["routes"] == [16]
+    assert monitor.drops.counts["'limited' (8 experts)"]["routes"] == 16
     assert trainer.callback_metrics["drops/dropped"] == 0
 
 
 def counters_of(routes):
-    limited = Limited(torch.device("cpu"))
+    limited = Limited()
     limited.drop(routes)
-    return limited.drops.from_flat(limited.drops.flat())
+    return limited.drops.read()
 
 
 def test_the_sentence_about_drops_has_the_numbers():
     text = describe_drops(counters_of(3))
-    assert text.startswith(
-        "3 of 8 routes were dropped (37.50%); of the tokens in a layer 50.00% lost a route and 25.00%"
-    )
+    assert text.startswith("3 of 8 routes were dropped (37.50%); of the tokens in a layer 50.00% lost a route and 25.0")
     assert "a router weight of 0.1875 per token" in text

@@ -282,6 +282,13 @@ def test_names_that_are_taken_get_a_version_and_old_ones_go(tmp_path, kind, asyn
     assert sorted(float(score) for score in keep.best_k_models.values()) == [7.0, 8.0]
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_old_ones_with_names_of_their_own_go(tmp_path, kind):
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
+    trainer(callbacks=[keep], state_dict_type=kind).fit(Plain(), data())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", "step=4.ckpt"]
+
+
 def test_skipped_steps_and_random_numbers_are_in_a_joined_file_too(tmp_path):
     run = trainer(state_dict_type="full")
     run.fit(Plain(), data())

@@ -353,6 +353,34 @@ def test_copies_that_overlap_with_a_step_are_of_what_was_before_it(workers, tmp_
     assert differences(sync[1:], overlap[1:]) == []
 
 
+def copy_fails_on_one_rank(folder):
+    """The first of two saves cannot be copied on the second rank."""
+
+    def look(trainer):
+        run = Copy._run
+
+        def fail(copy, sources):
+            copy._error = MemoryError("no memory for a copy")
+
+        if trainer.global_step <= 2:
+            if trainer.global_rank == 1 and trainer.global_step == 1:
+                Copy._run = fail
+            try:
+                trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+            finally:
+                Copy._run = run
+
+    return fit(MoEStrategy(expert_parallel_size=2, async_save=True, on_save_error="warn"), Each(look), steps=6)
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_of_all_and_no_other(workers, tmp_path):
+    first, second = workers(2).run(copy_fails_on_one_rank, tmp_path)
+    assert first["error"] is second["error"] is None
+    assert "1.ckpt: rank 1: MemoryError: no memory for a copy" in first["warnings"]
+    assert names(tmp_path) == ["2.ckpt"]
+    assert everything(tmp_path / "2.ckpt")[2]["global_step"] == 2
+
+
 class Held(MoEStrategy):
     """Saves that wait until training lets them go."""
 

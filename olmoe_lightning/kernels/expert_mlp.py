@@ -60,8 +60,7 @@ def _at_hand(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Rows in memory that does not belong to torch (it is shared with other processes), copied; others as they are.
 
     Shared memory has small pages. A product comes back to each row many times, between others, and each time the
-    processor has to look for the page again: forward and backward of the experts took a third longer. And it is lent:
-    who keeps a copy gives it back early.
+    processor has to look for the page again: forward and backward of the experts took a third longer.
     """
     if rows.untyped_storage().resizable():
         return rows
@@ -75,7 +74,7 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, w_gate_up: Tensor, w_down: Tensor, row_weights: Tensor, offsets: Tensor
     ) -> Tensor:
-        rows, row_weights = _at_hand(rows.contiguous(), offsets), _at_hand(row_weights.contiguous(), offsets)
+        rows, row_weights = _at_hand(rows.contiguous(), offsets), row_weights.contiguous()
         w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
         experts, width, hidden = w_down.shape
         gate_up, y = rows.new_empty(len(rows), 2 * hidden), torch.empty_like(rows)

@@ -15,18 +15,17 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint import sharded as directories
-from olmoe_lightning.checkpoint.meta import FORMAT, KEY, META, MODEL
-from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary_beside
+from olmoe_lightning.checkpoint.meta import FORMAT, KEY
+from olmoe_lightning.checkpoint.publish import clean, remove, temporary_beside
 from olmoe_lightning.checkpoint.safetensors_dir import shortened
 from olmoe_lightning.checkpoint.sharded import Fragment
 from olmoe_lightning.checkpoint_loading import LoadingStrategy
 from olmoe_lightning.expert_strategy import is_expert
-from olmoe_lightning.manifest import build_manifest, write_json
+from olmoe_lightning.manifest import build_manifest
 from olmoe_lightning.parallel.full_state import (
     full_optimizer_state,
     full_state_dict,
@@ -35,17 +34,11 @@ from olmoe_lightning.parallel.full_state import (
 )
 from olmoe_lightning.random_state import capture_random_state
 from olmoe_lightning.save_queue import Copy, CopyBuffers, SaveQueue
-from olmoe_lightning.training_state import OPTIMIZER
+from olmoe_lightning.save_steps import MANIFEST, SaveError, gather, is_finite, is_optimizer_s, publish_parts, share
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 2**20
 _PATIENCE_SECONDS = 10.0
-MANIFEST = "manifest.json"
-
-
-class SaveError(RuntimeError):
-    """A checkpoint was not written; what was there before is untouched. The same on all processes."""
 
 
 class CheckpointStrategy(LoadingStrategy):
@@ -155,7 +148,7 @@ class CheckpointStrategy(LoadingStrategy):
         own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
         rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
         # The optimizer changes its own at its next step, others may change at once.
-        sources = [part.values if _is_optimizer_s(part, own) else part.values.clone() for part in fragments]
+        sources = [part.values if is_optimizer_s(part, own) else part.values.clone() for part in fragments]
         self._copy, values = self._buffers.start(sources)
         if self.async_save != "overlap" or self.sharded is None:
             self.finish_copy()
@@ -169,12 +162,12 @@ class CheckpointStrategy(LoadingStrategy):
         """One file, by rank 0; if it cannot be written all processes know."""
         self._last_save_failed = True
         random = capture_random_state(self.root_device)
-        states = _gather({"random": random}, self.mesh.rank, self.mesh.world.size, self._world_group())
+        states = gather({"random": random}, self.mesh.rank, self.mesh.world.size, self._world_group())
         own = {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps}
         checkpoint = checkpoint | {KEY: own | {"random": [state["random"] for state in states]}}
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         try:
-            _share(filepath, write, self.mesh.rank, self._world_group())
+            share(filepath, write, self.mesh.rank, self._world_group())
             self._last_save_failed = False
         except SaveError as error:
             self._report(error)
@@ -257,18 +250,18 @@ class CheckpointStrategy(LoadingStrategy):
             if copy is not None:
                 copy.result()
             own["bad"] = sorted(
-                {part.name for part in fragments if _is_optimizer_s(part, own) and not _finite(part.values)}
+                {part.name for part in fragments if is_optimizer_s(part, own) and not is_finite(part.values)}
             )
         except Exception as error:  # the others are told: each save of theirs must meet the same one of this process
             own["failed"] = f"rank {rank}: {type(error).__name__}: {error}"
-        everyone = _gather(own, rank, self.mesh.world.size, group)
-        temporary = Path(_share(target, partial(self._begin, target, everyone), rank, group))
+        everyone = gather(own, rank, self.mesh.world.size, group)
+        temporary = Path(share(target, partial(self._begin, target, everyone), rank, group))
         try:
             try:
                 directories.save(temporary, fragments, group)
             except directories.WriteError as error:
                 raise SaveError(f"no checkpoint was written to {target}: {error}") from error
-            _share(target, partial(_publish, temporary, target, everyone, rest), rank, group)
+            share(target, partial(publish_parts, temporary, target, everyone, rest), rank, group)
             self._last_save_failed = False
         except BaseException:
             if rank == 0:
@@ -431,71 +424,3 @@ class CheckpointStrategy(LoadingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._raise_failed_saves()
         super().on_train_batch_start(batch, batch_idx)
-
-
-def _publish(temporary: Path, target: Path, everyone: list[dict[str, Any]], rest: dict[str, Any]) -> None:
-    """On rank 0: the parts that are not tensors, and then all of it under its name."""
-    entries = directories.SafeReader(temporary).read_metadata()
-    lost = sorted(
-        {info.relative_path for info in entries.storage_data.values()} - {p.name for p in temporary.iterdir()}
-    )
-    if lost:
-        raise SaveError(
-            f"no checkpoint was written to {target}: {', '.join(lost[:3])} of other processes cannot be seen from rank "
-            "0; all nodes must share the folder"
-        )
-    checkpoint = dict(rest["checkpoint"])
-    joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars", "group_of")}
-    groups: dict[str, Any] = {}
-    for each in everyone:
-        for name, entry in joined.items():
-            entry.update(each[name])
-        groups = each["param_groups"] | groups
-    joined["random"] = [each["random"] for each in everyone]
-    joined["param_groups"] = list(groups.values())
-    joined["tensors"] = sorted(entries.state_dict_metadata)
-    checkpoint[KEY] = checkpoint[KEY] | joined
-    torch.save(checkpoint, temporary / META)
-    write_json(temporary / MANIFEST, rest["manifest"])
-    publish(temporary, target)
-
-
-def _share(target: Any, action: Callable[[], Any], rank: int, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 found by ``action``, on all processes; its failure, of any kind, is everyone's."""
-    outcome: list[Any] = [None, None]
-    cause: Exception | None = None
-    if rank == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:  # torch.save raises all kinds, and the others must not be left waiting
-            cause = error
-            outcome[1] = str(error)
-            if not isinstance(error, SaveError):
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                outcome[1] = f"no checkpoint was written to {target}: {kind}{error}"
-    if group is not None:
-        dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise SaveError(outcome[1]) from cause
-    return outcome[0]
-
-
-def _gather(own: dict[str, Any], rank: int, size: int, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """What each process has, on rank 0; empty elsewhere."""
-    if group is None:
-        return [own]
-    found: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(own, found, dst=0, group=group)
-    return found or []
-
-
-def _is_optimizer_s(part: Fragment, own: dict[str, Any]) -> bool:
-    """Whether the optimizer, and nothing else, changes it: what is trained, and its state. A buffer may be anything."""
-    return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in own["trained"]
-
-
-def _finite(values: Tensor) -> bool:
-    """Whether all are; what is not finite makes the sum so, which is read once and takes no memory."""
-    if not values.is_floating_point() or bool(values.sum().isfinite()):
-        return True
-    return all(bool(part.isfinite().all()) for part in values.split(_CHUNK))  # a sum can also overflow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,9 +25,8 @@ class StagedModel(LightningModule):
     _stage_map: StageMap | None
     """Of a pipeline, once the network is built for it."""
 
-    def built(self) -> Transformer:
-        """The network, or the layers of this process."""
-        raise NotImplementedError
+    built: Callable[[], Transformer]
+    """The network, or the layers of this process; a method of the module."""
 
     def _own_layers(self, pipeline_rank: int) -> Transformer:
         if self._stage_map is None:

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 from multiprocess import WorkerError, Workers
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule, checkpoint_strategy
+from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule, checkpoint_strategy, save_steps
 from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
 
@@ -172,14 +172,22 @@ def train(
     rank = torch.distributed.get_rank()
     ledger = Ledger(folder, run, rank)
     terminal = quiet(folder / "output.txt")
-    real = {name: getattr(checkpoint_strategy, name) for name in ("temporary_beside", "publish", "remove", "shutil")}
+    real = {
+        (module, name): getattr(module, name)
+        for module, name in (
+            (checkpoint_strategy, "temporary_beside"),
+            (checkpoint_strategy, "remove"),
+            (checkpoint_strategy, "shutil"),
+            (save_steps, "publish"),
+        )
+    }
     if in_place:
         checkpoint_strategy.temporary_beside = beginning_in_place
-        checkpoint_strategy.publish = functools.partial(told, ledger, lambda temporary, target: None)
+        save_steps.publish = functools.partial(told, ledger, lambda temporary, target: None)
         checkpoint_strategy.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
     else:
-        checkpoint_strategy.publish = functools.partial(told, ledger, real["publish"])
-    checkpoint_strategy.remove = functools.partial(told_before, ledger, real["remove"])
+        save_steps.publish = functools.partial(told, ledger, real[save_steps, "publish"])
+    checkpoint_strategy.remove = functools.partial(told_before, ledger, real[checkpoint_strategy, "remove"])
     try:
         strategy = Recorded(expert_parallel_size=2, async_save=background, bucket_megabytes=0.05)
         strategy.ledger = ledger
@@ -210,8 +218,8 @@ def train(
         data = TokenDataModule(train=str(folder / "tokens.npy"), seq_len=32, batch_size=1, cache_dir=str(folder))
         trainer.fit(module, data, ckpt_path=ckpt_path)
     finally:
-        for name, function in real.items():
-            setattr(checkpoint_strategy, name, function)
+        for (module, name), function in real.items():
+            setattr(module, name, function)
         ledger.close()
         for number, copy in terminal.items():
             os.dup2(copy, number)

@@ -16,7 +16,7 @@ from _machine import available_bytes
 from torch import Tensor
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from olmoe_lightning.checkpoint.hf_config import config_to_hf
+from olmoe_lightning.checkpoint.foreign.hf_config import config_to_hf
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.kernels import keep_freed_memory
 

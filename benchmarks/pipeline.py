@@ -21,8 +21,8 @@ from _timing import summarize, turn_order
 from parallel import Team
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.parallel.stages import SCHEDULES
-from olmoe_lightning.parallel.timeline import Durations, simulate
+from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
+from olmoe_lightning.tools.timeline import Durations, simulate
 
 RANKS = (2, 4, 8)
 MICROBATCHES = (8, 16, 32)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from olmoe_lightning.callbacks._drops import DropWindow
 from olmoe_lightning.callbacks._logging import log_scalars, logged_step, tensorboards
 from olmoe_lightning.callbacks.heat_map import draw_heat_map
+from olmoe_lightning.errors import UserError
 
 # For each metric, the direction in which a layer is worse than another.
 _WORST = {
@@ -66,7 +67,7 @@ class ExpertLoadMonitor(Callback):
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("heatmap_every_n_steps", heatmap_every_n_steps)):
             if value < 1:
-                raise ValueError(f"{name} ({value}) must be at least 1")
+                raise UserError(f"{name} ({value}) must be at least 1")
         self.every_n_steps = every_n_steps
         self.heatmaps = heatmaps
         self.heatmap_every_n_steps = heatmap_every_n_steps

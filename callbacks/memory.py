@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from olmoe_lightning.callbacks._logging import log_scalars, logged_step
+from olmoe_lightning.errors import UserError
 
 GIB = 1024**3
 
@@ -34,7 +35,7 @@ class MemoryMonitor(Callback):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps ({every_n_steps}) must be at least 1")
+            raise UserError(f"every_n_steps ({every_n_steps}) must be at least 1")
         self.every_n_steps = every_n_steps
         self.latest: dict[str, float] = {}
         """The newest report, by metric name."""

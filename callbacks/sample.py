@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from olmoe_lightning.callbacks._logging import logged_step, tensorboards
+from olmoe_lightning.errors import UserError
 
 
 class SampleText(Callback):
@@ -42,11 +43,11 @@ class SampleText(Callback):
         seed: int = 0,
     ) -> None:
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
+            raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
         if temperature < 0:
-            raise ValueError(f"temperature ({temperature}) must not be negative")
+            raise UserError(f"temperature ({temperature}) must not be negative")
         if not 0 < top_p <= 1:
-            raise ValueError(f"top_p ({top_p}) must be above 0 and at most 1")
+            raise UserError(f"top_p ({top_p}) must be above 0 and at most 1")
         self.prompt = prompt
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature

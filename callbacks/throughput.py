@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from olmoe_lightning.callbacks._logging import log_scalars, logged_step
 from olmoe_lightning.callbacks.peaks import matmul_kind, peak_flops
+from olmoe_lightning.errors import UserError, UserTypeError
 
 PROGRESS_BAR_NAME = "tok/s/device"
 
@@ -53,11 +54,11 @@ class ThroughputMonitor(Callback):
         self, every_n_steps: int | None = None, warmup_steps: int = 3, peak_tflops: float | None = None
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps ({every_n_steps}) must be at least 1")
+            raise UserError(f"every_n_steps ({every_n_steps}) must be at least 1")
         if warmup_steps < 0:
-            raise ValueError(f"warmup_steps ({warmup_steps}) must not be negative")
+            raise UserError(f"warmup_steps ({warmup_steps}) must not be negative")
         if peak_tflops is not None and peak_tflops <= 0:
-            raise ValueError(f"peak_tflops ({peak_tflops}) must be positive")
+            raise UserError(f"peak_tflops ({peak_tflops}) must be positive")
         self.every_n_steps = every_n_steps
         self.warmup_steps = warmup_steps
         self.peak_tflops = peak_tflops
@@ -164,7 +165,7 @@ class ThroughputMonitor(Callback):
         self._checked = True
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise TypeError(
+            raise UserTypeError(
                 "ThroughputMonitor counts the tokens of batch['input_ids'], a tensor [B, S]; "
                 f"this batch is a {type(batch).__name__} without it"
             )

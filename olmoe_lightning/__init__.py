@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from olmoe_lightning.checkpoint.manifest import write_manifest
     from olmoe_lightning.config import PRESETS, ModelConfig
     from olmoe_lightning.data import TokenDataModule, TokenSource
-    from olmoe_lightning.generate import GenerationConfig
-    from olmoe_lightning.manifest import write_manifest
+    from olmoe_lightning.model.generation import GenerationConfig
     from olmoe_lightning.module import OLMoE
     from olmoe_lightning.strategy import MoEStrategy
 
@@ -34,8 +34,8 @@ _HOME = {
     "ModelConfig": "config",
     "TokenDataModule": "data",
     "TokenSource": "data",
-    "GenerationConfig": "generate",
-    "write_manifest": "manifest",
+    "GenerationConfig": "model.generation",
+    "write_manifest": "checkpoint.manifest",
     "OLMoE": "module",
     "MoEStrategy": "strategy",
 }

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
 import itertools
 import json
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -25,19 +24,20 @@ from typing_extensions import override
 import olmoe_lightning
 from olmoe_lightning.callbacks import WritePredictions  # its room too: YAML may name the callbacks without it
 from olmoe_lightning.checkpoint import convert, read_config, read_tokenizer
-from olmoe_lightning.checkpoint.meta import read_meta
-from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
-from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
-from olmoe_lightning.manifest import (
+from olmoe_lightning.checkpoint.manifest import (
     FILENAME,
     data_differences,
     device_differences,
     environment_differences,
     read_manifest,
 )
+from olmoe_lightning.checkpoint.meta import read_meta
+from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
+from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
+from olmoe_lightning.errors import MissingFileError, UserError
 from olmoe_lightning.module import OLMoE
-from olmoe_lightning.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
-from olmoe_lightning.plan import plan
+from olmoe_lightning.tools.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
+from olmoe_lightning.tools.plan import plan
 
 USAGE = """usage: olmoe-lightning COMMAND [options]
 
@@ -65,7 +65,7 @@ Options may be written with - or _. --version prints the version.
 TRAINING = ("fit", "validate", "test", "predict")
 
 
-class UsageError(Exception):
+class UsageError(UserError):
     """The command line or a configuration file cannot be used."""
 
 
@@ -293,10 +293,10 @@ def generate(
         FileNotFoundError: there is no such checkpoint.
     """
     if num_samples < 1:
-        raise ValueError(f"num_samples ({num_samples}) must be at least 1")
+        raise UserError(f"num_samples ({num_samples}) must be at least 1")
     path = Path(checkpoint)
     if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
+        raise MissingFileError(f"there is no checkpoint at {checkpoint}")
     if path.is_dir() or path.suffix == ".safetensors":
         model = OLMoE(read_config(checkpoint), pretrained=checkpoint)
     else:
@@ -304,14 +304,14 @@ def generate(
     model.built()
     text = _tokenizer_of(path) if tokenizer is None else load_tokenizer(tokenizer)
     if text.vocab_size > model.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {text.vocab_size} tokens, the model {model.config.vocab_size}; "
             "give the tokenizer that it was trained with"
         )
     ids = [text.eos_id, *text.encode(prompt)]
     room = model.config.max_seq_len - len(ids)
     if room < 1:
-        raise ValueError(f"the prompt has {len(ids) - 1} tokens, the model's max_seq_len is {model.config.max_seq_len}")
+        raise UserError(f"the prompt has {len(ids) - 1} tokens, the model's max_seq_len is {model.config.max_seq_len}")
 
     place = _device(device)
     model.to(place)
@@ -333,7 +333,7 @@ def _tokenizer_of(path: Path) -> Tokenizer:
         return load_tokenizer(str(path))
     saved = read_tokenizer(path)
     if saved is None:
-        raise ValueError(f"{path} holds no tokenizer; name the one that it was trained with by --tokenizer")
+        raise UserError(f"{path} holds no tokenizer; name the one that it was trained with by --tokenizer")
     return load_tokenizer("byte") if saved == "byte" else BPETokenizer.from_json(saved)
 
 
@@ -343,9 +343,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not known; give cpu, cuda or auto") from error
+        raise UserError(f"device {name!r} is not known; give cpu, cuda or auto") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda': PyTorch sees no GPU here; give cpu or auto")
+        raise UserError("device 'cuda': PyTorch sees no GPU here; give cpu or auto")
     return device
 
 
@@ -355,7 +355,7 @@ def parity(timeout: float = 120.0, break_: Sabotage | None = None, **options: An
     Args:
         timeout: seconds, after which the processes are ended.
         break_: make this mistake on purpose, to see it in the table.
-        **options: of :class:`~olmoe_lightning.parity.ParityCase`.
+        **options: of :class:`~olmoe_lightning.tools.parity.ParityCase`.
 
     Returns:
         1 if a quantity is farther from one process than its bound, or a process failed; else 0.
@@ -444,27 +444,17 @@ def _underscored(word: str) -> str:
 def is_users(error: Exception) -> bool:
     """Whether an error tells the user what was wrong with the input, so that its message is all that is needed.
 
-    That is so for what our code or Lightning raised on purpose. An error that PyTorch or Python raised inside of our
-    code (a ``TypeError`` of a call, a ``ValueError`` of ``zip``) is a bug, and so is any of the model's and the
-    kernels': what they complain of comes from our own code.
+    Ours are :class:`~olmoe_lightning.errors.UserError`; every other error of our code is a bug. Lightning refuses most
+    arguments with Python's own errors.
     """
-    if isinstance(error, UsageError | MisconfigurationException):
+    if isinstance(error, UserError | MisconfigurationException):
         return True
     if isinstance(error, OSError) and error.filename is not None:  # missing file, no permission, full disk
         return True
-    if not isinstance(error, ValueError | TypeError | OSError | ImportError) or error.__traceback__ is None:
+    if not isinstance(error, ValueError | TypeError | OSError | ImportError):
         return False
-    *_, last = _frames(error.__traceback__)
-    module = str(last.tb_frame.f_globals.get("__name__", ""))
-    raised = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # by a `raise` of that frame
-    inner = module.startswith(("olmoe_lightning.model", "olmoe_lightning.kernels"))
-    return raised and module.split(".")[0] in ("olmoe_lightning", "lightning") and not inner
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return innermost.f_globals.get("__name__", "").split(".")[0] == "lightning"
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from olmoe_lightning.errors import UserError
+
 NormPlacement = Literal["pre", "post", "peri"]
 QKNorm = Literal["none", "flat", "head"]
 ScoreFunction = Literal["softmax", "sigmoid", "topk_softmax"]
@@ -277,7 +279,7 @@ class ModelConfig:
             ValueError: no preset has that name (the message lists them), or an override is invalid.
         """
         if name not in PRESETS:
-            raise ValueError(
+            raise UserError(
                 f"unknown preset {name!r}{_suggest(name, list(PRESETS))}; the presets are {', '.join(PRESETS)}"
             )
         config = PRESETS[name]
@@ -286,13 +288,13 @@ class ModelConfig:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def _require_known(names: Iterable[str], fields: list[str]) -> None:
     for name in names:
         if name not in fields:  # a suggestion takes long to look for
-            raise ValueError(f"{name!r} is not a field of ModelConfig{_suggest(name, fields)}")
+            raise UserError(f"{name!r} is not a field of ModelConfig{_suggest(name, fields)}")
 
 
 def _suggest(name: str, known: list[str]) -> str:

@@ -20,16 +20,17 @@ from typing_extensions import override
 from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
-from olmoe_lightning.generate import GenerationConfig
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import keep_freed_memory
-from olmoe_lightning.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.model import RoutingStats, Transformer
+from olmoe_lightning.model.generation import GenerationConfig
 from olmoe_lightning.model.losses import IGNORE_INDEX
-from olmoe_lightning.module_checkpoints import StoredModel
-from olmoe_lightning.module_writing import Batch, ExpertPlacement
-from olmoe_lightning.parallel.pipeline import Sums
-from olmoe_lightning.parallel.stages import StageMap
-from olmoe_lightning.schedules import Schedule, make_schedule
+from olmoe_lightning.parallel.pipeline.runner import Sums
+from olmoe_lightning.parallel.pipeline.stages import StageMap
+from olmoe_lightning.training.lr_schedule import Schedule, make_schedule
+from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
+from olmoe_lightning.training.module_checkpoints import StoredModel
+from olmoe_lightning.training.module_writing import Batch, ExpertPlacement
 
 
 class OLMoE(StoredModel):
@@ -87,7 +88,7 @@ class OLMoE(StoredModel):
     ) -> None:
         super().__init__()
         if warmup_steps and warmup_tokens:
-            raise ValueError(
+            raise UserError(
                 f"give the warm-up once: warmup_steps is {warmup_steps} and warmup_tokens is {warmup_tokens}"
             )
         for name, value in (
@@ -96,16 +97,16 @@ class OLMoE(StoredModel):
             ("eps", eps),
         ):
             if value <= 0:
-                raise ValueError(f"{name} ({value}) must be positive")
+                raise UserError(f"{name} ({value}) must be positive")
         for name, value in (
             ("weight_decay", weight_decay),
             ("warmup_steps", warmup_steps),
             ("warmup_tokens", warmup_tokens),
         ):
             if value < 0:
-                raise ValueError(f"{name} ({value}) must not be negative")
+                raise UserError(f"{name} ({value}) must not be negative")
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas ({betas[0]}, {betas[1]}) must lie in [0, 1)")
+            raise UserError(f"betas ({betas[0]}, {betas[1]}) must lie in [0, 1)")
         # The other numbers of the schedule are checked before the first step waits for data.
         make_schedule(schedule, 0, schedule_steps or 1, min_lr_ratio, decay_fraction)
         self.config = _resolve(config, overrides)
@@ -186,17 +187,17 @@ class OLMoE(StoredModel):
     def setup(self, stage: str) -> None:
         """Check the data against the model, make room for the losses of each source, and say how large the model is."""
         if self.trainer.strategy.root_device.type == "mps":
-            raise ValueError("Apple GPUs lack the float64 and grouped products used here; set accelerator='cpu'")
+            raise UserError("Apple GPUs lack the float64 and grouped products used here; set accelerator='cpu'")
         data = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {self.config.vocab_size}; "
                 f"set model.overrides.vocab_size to at least {tokenizer.vocab_size} or choose another tokenizer"
             )
         seq_len = getattr(data, "seq_len", 0)
         if seq_len > self.config.max_seq_len:
-            raise ValueError(
+            raise UserError(
                 f"the data's seq_len ({seq_len}) exceeds the model's max_seq_len ({self.config.max_seq_len}); "
                 "shorten the one or raise the other with model.overrides.max_seq_len"
             )
@@ -383,7 +384,7 @@ class OLMoE(StoredModel):
             return self.warmup_steps
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "batch_size") or not hasattr(data, "seq_len"):
-            raise ValueError(
+            raise UserError(
                 f"warmup_tokens ({self.warmup_tokens}) needs a data module with batch_size and seq_len; "
                 "give warmup_steps instead"
             )

@@ -25,14 +25,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
-from olmoe_lightning.checkpoint_strategy import CheckpointStrategy
-from olmoe_lightning.expert_strategy import is_expert
-from olmoe_lightning.guards import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
+from olmoe_lightning.parallel.pipeline.stages import find_schedule
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
-from olmoe_lightning.parallel.stages import find_schedule
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.plugins.comm.base import CommPlugin
+from olmoe_lightning.training.checks import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
+from olmoe_lightning.training.experts import is_expert
+from olmoe_lightning.training.saver import CheckpointStrategy
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +139,9 @@ class MoEStrategy(CheckpointStrategy):
             precision_plugin=precision_plugin,
         )
         if on_non_finite not in ("skip", "raise"):
-            raise ValueError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
+            raise UserError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
         if bucket_megabytes <= 0:
-            raise ValueError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
+            raise UserError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
         self.shard_optimizer = shard_optimizer
         self.on_non_finite = on_non_finite
         self.overlap_grad_reduce = overlap_grad_reduce

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchmetrics.text import Perplexity as LogitsPerplexity
 
-from olmoe_lightning.metrics import LanguageModelMetrics, Perplexity, TokenMean
+from olmoe_lightning.training.metrics import LanguageModelMetrics, Perplexity, TokenMean
 
 
 def test_mean_is_over_tokens_and_not_of_batch_means():

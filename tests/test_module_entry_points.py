@@ -7,7 +7,7 @@ import torch
 
 from olmoe_lightning import GenerationConfig, OLMoE
 from olmoe_lightning.callbacks import WritePredictions
-from olmoe_lightning.generate import split_prompts
+from olmoe_lightning.model.generation import split_prompts
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from olmoe_lightning.cli import main
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.parallel.timeline import simulate
-from olmoe_lightning.plan import draw_timeline
+from olmoe_lightning.tools.plan import draw_timeline
+from olmoe_lightning.tools.timeline import simulate
 
 ROOT = Path(__file__).parents[1]
 ONE_F_ONE_B = ["plan", "--schedule", "1f1b", "--pipeline-parallel", "4", "--num-microbatches", "8"]

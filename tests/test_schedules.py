@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from olmoe_lightning.schedules import make_schedule
+from olmoe_lightning.training.lr_schedule import make_schedule
 
 
 def values(*arguments, steps):

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from olmoe_lightning.checkpoint.chunks import ChunkWriter
+from olmoe_lightning.checkpoint.foreign.safetensors_dir import TensorInfo, shortened
 from olmoe_lightning.checkpoint.publish import make_durable
-from olmoe_lightning.checkpoint.safetensors_dir import TensorInfo, shortened
 from olmoe_lightning.checkpoint.sharded import (
     INDEX,
     CorruptCheckpoint,

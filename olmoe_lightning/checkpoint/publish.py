@@ -25,7 +25,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from olmoe_lightning.checkpoint.safetensors_dir import sync_directory
+from olmoe_lightning.checkpoint.foreign.safetensors_dir import sync_directory
 
 _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d{1,7})-(?P<start>\d{1,19})\.[0-9a-f]{8}\.(?P<kind>tmp|old)"

@@ -52,6 +52,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint.chunks import ChunkWriter, read_chunk
+from olmoe_lightning.errors import UserError
 
 # One process alone is what was asked for. Not around the call: filters are the whole process', and threads save too.
 warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
@@ -76,9 +77,9 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or not self.values.is_contiguous():
-            raise ValueError(f"{self.name}: a fragment is flat and contiguous, not {list(self.values.shape)}")
+            raise UserError(f"{self.name}: a fragment is flat and contiguous, not {list(self.values.shape)}")
         if not 0 <= self.start <= self.start + self.values.numel() <= self.size:
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: elements {self.start} to {self.start + self.values.numel()} are not within {self.size}"
             )
 
@@ -98,7 +99,7 @@ class Fragment:
         return ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=self.values.shape)
 
 
-class CorruptCheckpoint(ValueError):
+class CorruptCheckpoint(UserError):
     """A directory that is no checkpoint, not a complete one, or one of another model."""
 
 
@@ -358,10 +359,10 @@ class FragmentReader(LoadPlanner):
             entry: Any = self.entries.get(fragment.name)
             if entry is None or entry.size[0] != fragment.size:
                 there = "not there" if entry is None else f"{entry.size[0]} elements there"
-                raise ValueError(f"{fragment.name} has {fragment.size} elements here and is {there}")
+                raise UserError(f"{fragment.name} has {fragment.size} elements here and is {there}")
             found = create_read_items_for_chunk_list(fragment.name, entry, [fragment.chunk])
             if sum(item.lengths[0] for item in found) != fragment.values.numel():
-                raise ValueError(f"{fragment.name} is not complete")
+                raise UserError(f"{fragment.name} is not complete")
             items += found
         return LoadPlan(items)
 
@@ -375,7 +376,7 @@ class FragmentReader(LoadPlanner):
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+        raise UserError(f"{read_item.dest_index.fqn} is no tensor")
 
     @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -415,11 +416,11 @@ def _check_cover(name: str, entry: Any) -> None:
     end = 0
     for start, length in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks):
         if start != end:
-            raise ValueError(f"{name}: elements {min(start, end)} to {max(start, end)} have "
+            raise UserError(f"{name}: elements {min(start, end)} to {max(start, end)} have "
                              f"{'no writer' if start > end else 'two writers'}")  # fmt: skip
         end = start + length
     if end != entry.size[0]:
-        raise ValueError(f"{name}: elements {end} to {entry.size[0]} have no writer")
+        raise UserError(f"{name}: elements {end} to {entry.size[0]} have no writer")
 
 
 def differences(wanted: Mapping[str, list[int]], there: Mapping[str, list[int]], strict: bool = True) -> list[str]:

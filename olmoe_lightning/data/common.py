@@ -11,8 +11,10 @@ from typing import BinaryIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from olmoe_lightning.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError):
     """Data that cannot be trained on. The message is one line: the file, the position, and what to do."""
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from olmoe_lightning.parallel.grad_norm import sum_of_squares
 from olmoe_lightning.parallel.mesh import Axis
@@ -140,7 +141,7 @@ class Bucket:
             )
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            raise ValueError(f"the gradient of {name} is sparse, which cannot be summed in buckets; set sparse=False")
+            raise UserError(f"the gradient of {name} is sparse, which cannot be summed in buckets; set sparse=False")
         view = self.grad_views[position]
         if self.written[position]:
             view.add_(parameter.grad)

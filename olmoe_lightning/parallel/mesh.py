@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from olmoe_lightning.errors import UserError
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -32,9 +34,9 @@ class MeshShape:
         """
         for name, size in (("pipeline_parallel_size", pipeline), ("expert_parallel_size", expert)):
             if size < 1:
-                raise ValueError(f"{name} ({size}) must be at least 1")
+                raise UserError(f"{name} ({size}) must be at least 1")
         if world_size % (pipeline * expert):
-            raise ValueError(
+            raise UserError(
                 f"the number of processes ({world_size}) must be divisible by pipeline_parallel_size ({pipeline}) x "
                 f"expert_parallel_size ({expert}) = {pipeline * expert}; change devices, num_nodes or these sizes"
             )
@@ -113,7 +115,7 @@ class Mesh:
             ValueError: the shape has another number of processes than the default group.
         """
         if shape.world != dist.get_world_size():
-            raise ValueError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
+            raise UserError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
         made = _MADE.get(shape)
         if made is not None and made[0] is dist.group.WORLD:
             return made[1]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Alone, Bucket, NamedParameter, Piece, make_buckets
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
@@ -100,7 +101,7 @@ class ShardedOptimizer:
         ]
         foreign = sum(parameter not in names for parameter in trained)
         if foreign:
-            raise ValueError(
+            raise UserError(
                 f"the optimizer holds {foreign} parameters that are not parameters of the LightningModule; "
                 "give it self.parameters() or a part of them"
             )
@@ -116,7 +117,7 @@ class ShardedOptimizer:
         sharding = shard and any(axis.size > 1 for axis in self.axis_of.values())
         kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NOT_ELEMENTWISE), None)
         if kind is not None and sharding:
-            raise ValueError(
+            raise UserError(
                 f"{kind} does not treat each element alone, so that no process can update a part of a parameter with "
                 "it; take an element-wise optimizer (AdamW, Lion, SGD ...) or MoEStrategy(shard_optimizer=False)"
             )
@@ -296,13 +297,13 @@ class ShardedOptimizer:
         """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(thawed[:5])}{' ...' if len(thawed) > 5 else ''}: frozen when training began and not now; "
                 "MoEStrategy shards the trained parameters once, so decide before fit which are frozen"
             )
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._group_sizes:
-            raise ValueError(
+            raise UserError(
                 f"the optimizer's groups had {self._group_sizes} parameters when training began and have {sizes} now; "
                 "MoEStrategy shards them once: give all parameters to the optimizer in configure_optimizers (callbacks "
                 "that unfreeze layers later cannot be used)"

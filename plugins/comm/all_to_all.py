@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched, Permutation, combine_rows, dispatch_rows, plan_permutation
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.parallel.collectives import Pending, all_to_all
@@ -168,14 +169,14 @@ class AllToAllComm(CommPlugin):
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Check that all processes mean the same; nothing large is made."""
         if reason := self.unavailable(axis.size, spec.device):
-            raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
+            raise UserError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
         experts_local = experts_per_process(self.name, axis, spec)
         if axis.size > 1:
             if axis.group is None:
-                raise ValueError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
+                raise UserError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
             backend = dist.get_backend(axis.group)
             if spec.device.type == "cuda" and backend == "gloo":
-                raise ValueError(
+                raise UserError(
                     f"comm {self.name!r} on {describe(axis)}: rows are on {spec.device}, but the process group is of "
                     f"backend {backend!r}; start it with 'nccl'"
                 )
@@ -228,7 +229,7 @@ def _check_equal(axis: Axis, spec: CommSpec) -> None:
     least_and_most = axis.all_reduce(both, dist.ReduceOp.MIN).tolist()
     least, most = least_and_most[: len(own)], [-number for number in least_and_most[len(own) :]]
     if least != most:
-        raise ValueError(
+        raise UserError(
             f"comm 'all_to_all': the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, bytes per "
             f"value): rank {axis.rank} has {own}, the smallest are {least}, the largest {most}"
         )

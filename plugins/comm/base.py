@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.capacity import DropCounters
@@ -114,7 +115,7 @@ def experts_per_process(name: str, axis: Axis, spec: CommSpec) -> int:
         ValueError: the experts cannot be shared out equally.
     """
     if spec.num_experts % axis.size:
-        raise ValueError(
+        raise UserError(
             f"comm {name!r} on {describe(axis)}: num_experts ({spec.num_experts}) must be divisible by the number of "
             f"processes that share them ({axis.size})"
         )
@@ -135,6 +136,4 @@ def check_operands(where: str, spec: CommSpec, x_TD: Tensor, expert_ids_TK: Tens
     wanted = [(len(x_TD), spec.d_model), (len(x_TD), spec.top_k), (len(x_TD), spec.top_k)]
     found = [tuple(tensor.shape) for tensor in (x_TD, expert_ids_TK, weights_TK)]
     if found != wanted:
-        raise ValueError(
-            f"dispatch on {where}: tokens, expert ids and weights of shapes {wanted} expected, got {found}"
-        )
+        raise UserError(f"dispatch on {where}: tokens, expert ids and weights of shapes {wanted} expected, got {found}")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.base import CommPlugin, describe
 from olmoe_lightning.plugins.comm.conformance_cases import CASES, Case
@@ -223,7 +224,7 @@ def _maker(plugin: str | Callable[[], CommPlugin]) -> Callable[[], CommPlugin]:
         return plugin
     module, _, name = plugin.partition(":")
     if not name:
-        raise ValueError(f"a plugin is named 'module:Class', got {plugin!r}")
+        raise UserError(f"a plugin is named 'module:Class', got {plugin!r}")
     return getattr(importlib.import_module(module), name)
 
 

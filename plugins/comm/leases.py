@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from olmoe_lightning.kernels.memory.symmetric import Region, SymmetricMemory, carve
 from olmoe_lightning.kernels.rowwise import Window
-from olmoe_lightning.kernels.symmetric_memory import Region, SymmetricMemory, carve
 
 
 class LeaseError(RuntimeError):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched, LocalTransport
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
@@ -30,7 +31,7 @@ class LocalComm(CommPlugin):
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Take all experts."""
         if reason := self.unavailable(axis.size, spec.device):
-            raise ValueError(f"comm {self.name!r} cannot serve axis {axis.name!r}: {reason}; take 'all_to_all'")
+            raise UserError(f"comm {self.name!r} cannot serve axis {axis.name!r}: {reason}; take 'all_to_all'")
         self._transport = LocalTransport(spec.num_experts)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
+from olmoe_lightning.errors import UserError, UserTypeError
 from olmoe_lightning.plugins.comm.base import CommPlugin
 
 ENTRY_POINT_GROUP = "olmoe_lightning.comm"
@@ -63,16 +64,16 @@ def make_comm(comm: str | CommPlugin, axis_size: int, device: torch.device) -> C
         TypeError: neither a name nor an instance.
     """
     if isinstance(comm, type) and issubclass(comm, CommPlugin):
-        raise TypeError(f"comm is the class {comm.__name__}; give an instance, {comm.__name__}(...)")
+        raise UserTypeError(f"comm is the class {comm.__name__}; give an instance, {comm.__name__}(...)")
     if not isinstance(comm, (str, CommPlugin)):
-        raise TypeError(f"comm must be a name ({', '.join(known_names())}) or a CommPlugin, got {comm!r}")
+        raise UserTypeError(f"comm must be a name ({', '.join(known_names())}) or a CommPlugin, got {comm!r}")
     if isinstance(comm, CommPlugin):
         plugin = comm
     else:
         name = choose(axis_size, device)[0] if comm == "auto" else comm
         plugin = _load(name, axis_size, device)()
     if reason := plugin.unavailable(axis_size, device):
-        raise ValueError(f"comm {plugin.name!r} cannot be used here: {reason}; {_advice(axis_size, device)}")
+        raise UserError(f"comm {plugin.name!r} cannot be used here: {reason}; {_advice(axis_size, device)}")
     return plugin
 
 
@@ -84,11 +85,11 @@ def _load(name: str, axis_size: int, device: torch.device) -> type[CommPlugin]:
     if name in registered:
         return _load_registered(registered[name], axis_size, device)
     if name in _NOT_YET:
-        raise ValueError(f"comm {name!r} is not part of this version yet; {_advice(axis_size, device)}")
+        raise UserError(f"comm {name!r} is not part of this version yet; {_advice(axis_size, device)}")
     names = known_names()
     closest = difflib.get_close_matches(name, names, n=len(names), cutoff=0.0)
     names = [*closest, *(other for other in names if other not in closest)]
-    raise ValueError(
+    raise UserError(
         f"unknown comm {name!r}; known are {', '.join(map(repr, names))}. Other packages register theirs in the "
         f"entry-point group {ENTRY_POINT_GROUP!r}"
     )
@@ -99,12 +100,12 @@ def _load_registered(point: EntryPoint, axis_size: int, device: torch.device) ->
     try:
         loaded = point.load()
     except Exception as error:  # whatever a stranger's module does at import
-        raise ValueError(
+        raise UserError(
             f"comm {point.name!r} ({owner}) could not be imported: {type(error).__name__}: {error}; "
             f"{_advice(axis_size, device)}"
         ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, CommPlugin)):
-        raise ValueError(f"comm {point.name!r} ({owner}) is not a subclass of CommPlugin but {loaded!r}")
+        raise UserError(f"comm {point.name!r} ({owner}) is not a subclass of CommPlugin but {loaded!r}")
     return loaded
 
 

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched
-from olmoe_lightning.kernels.cuda_memory import CudaMemory, VirtualDeviceMemory, cuda_memory_missing
-from olmoe_lightning.kernels.posix_memory import PosixMemory, posix_memory_missing
+from olmoe_lightning.kernels.memory.cuda import CudaMemory, VirtualDeviceMemory, cuda_memory_missing
+from olmoe_lightning.kernels.memory.posix import PosixMemory, posix_memory_missing
+from olmoe_lightning.kernels.memory.symmetric import PeerError, Region, SymmetricMemory, carve
+from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 from olmoe_lightning.kernels.rowwise import (
     Routes,
     Window,
@@ -35,8 +38,6 @@ from olmoe_lightning.kernels.rowwise import (
     put_rows,
     sum_rows,
 )
-from olmoe_lightning.kernels.symmetric_memory import PeerError, Region, SymmetricMemory, carve
-from olmoe_lightning.kernels.virtual_memory import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec, check_operands, describe, experts_per_process
 from olmoe_lightning.plugins.comm.capacity import Admitted, DropCounters, Overflow, admit
@@ -234,18 +235,18 @@ class RowwiseComm(CommPlugin):
         max_buffers: int | None = None,
     ) -> None:
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ValueError(f"capacity_factor ({capacity_factor}) must be positive, or None for no limit")
+            raise UserError(f"capacity_factor ({capacity_factor}) must be positive, or None for no limit")
         if overflow not in ("drop", "spill", "error"):
-            raise ValueError(f"overflow ({overflow!r}) must be 'drop', 'spill' or 'error'")
+            raise UserError(f"overflow ({overflow!r}) must be 'drop', 'spill' or 'error'")
         if capacity_groups is not None and (capacity_groups < 1 or capacity_factor is None):
-            raise ValueError(
+            raise UserError(
                 f"capacity_groups ({capacity_groups}) must be at least 1, and need a capacity_factor "
                 f"({capacity_factor})"
             )
         if fallbacks < 1:
-            raise ValueError(f"fallbacks ({fallbacks}) must be at least 1")
+            raise UserError(f"fallbacks ({fallbacks}) must be at least 1")
         if max_buffers is not None and max_buffers < 1:
-            raise ValueError(f"max_buffers ({max_buffers}) must be at least 1")
+            raise UserError(f"max_buffers ({max_buffers}) must be at least 1")
         self.capacity_factor, self.overflow, self.seed, self.max_buffers = capacity_factor, overflow, seed, max_buffers
         self.capacity_groups = capacity_groups
         self.fallbacks = fallbacks if overflow == "spill" and capacity_factor is not None else 0
@@ -266,14 +267,14 @@ class RowwiseComm(CommPlugin):
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Meet the others in shared memory; buffers are made by the first dispatches."""
         if reason := self.unavailable(axis.size, spec.device):
-            raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
+            raise UserError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
         experts_per_process(self.name, axis, spec)
         if axis.size > 1 and axis.group is None:
-            raise ValueError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
+            raise UserError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
         try:
             memory = self._memory(axis, spec.device)
         except ValueError as error:
-            raise ValueError(f"comm {self.name!r} cannot serve {describe(axis)}: {error}") from error
+            raise UserError(f"comm {self.name!r} cannot serve {describe(axis)}: {error}") from error
         self.setup_on(memory, axis, spec)
 
     def _memory(self, axis: Axis, device: torch.device) -> SymmetricMemory:
@@ -290,18 +291,18 @@ class RowwiseComm(CommPlugin):
         mine = [spec.num_experts, spec.top_k, spec.d_model, spec.dtype.itemsize]
         everyone = memory.exchange(mine)
         if len(set(everyone)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"comm {self.name!r}: the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, "
                 f"bytes per value): rank {axis.rank} has {mine}, all have {list(map(list, everyone))}"
             )
         if self.fallbacks > spec.num_experts - spec.top_k:
-            raise ValueError(
+            raise UserError(
                 f"comm {self.name!r}: fallbacks ({self.fallbacks}) are more than the experts that a token does not "
                 f"choose (num_experts {spec.num_experts} - top_k {spec.top_k})"
             )
         groups = self.capacity_groups or axis.size
         if groups % axis.size or spec.num_experts % groups:
-            raise ValueError(
+            raise UserError(
                 f"comm {self.name!r}: capacity_groups ({groups}) must be a multiple of the {axis.size} processes and a "
                 f"divisor of the {spec.num_experts} experts: each process has whole groups of experts"
             )
@@ -343,7 +344,7 @@ class RowwiseComm(CommPlugin):
         check_operands(describe(axis), spec, x_TD, expert_ids_TK, weights_TK)
         if self.fallbacks and (fallback_ids_TF is None or fallback_ids_TF.shape != (len(x_TD), self.fallbacks)):
             found = None if fallback_ids_TF is None else tuple(fallback_ids_TF.shape)
-            raise ValueError(
+            raise UserError(
                 f"comm {self.name!r} on {describe(axis)}: overflow 'spill' needs fallback_ids_TF of shape "
                 f"{(len(x_TD), self.fallbacks)}, got {found}"
             )
@@ -423,7 +424,7 @@ class RowwiseComm(CommPlugin):
         assert self._axis is not None
         assert self._spec is not None
         if rows_RD.shape != (handle.capacity, self._spec.d_model):
-            raise ValueError(
+            raise UserError(
                 f"combine on {describe(self._axis)}: rows of shape {(handle.capacity, self._spec.d_model)} expected, "
                 f"as they were dispatched, got {tuple(rows_RD.shape)}"
             )

@@ -12,6 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from olmoe_lightning.errors import UserError
+
 
 class BF16Precision(Precision):
     """Computes with bfloat16 weights and activations.
@@ -50,7 +52,7 @@ class BF16Precision(Precision):
         assert isinstance(model, LightningModule)
         strategy = model.trainer.strategy
         if optimizers and not getattr(strategy, "backpropagates_sums", False):
-            raise ValueError(
+            raise UserError(
                 f"BF16Precision needs fp32 masters, which {type(strategy).__name__} does not keep; use "
                 "strategy=MoEStrategy() (one process is enough), or precision='bf16-mixed' without this plugin"
             )

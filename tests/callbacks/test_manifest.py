@@ -9,8 +9,15 @@ from lightning.pytorch import Callback, Trainer
 
 from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.callbacks import RunManifest
+from olmoe_lightning.checkpoint.manifest import (
+    build_manifest,
+    differences,
+    git_state,
+    nearest_preset,
+    plain,
+    write_json,
+)
 from olmoe_lightning.config import PRESETS, ModelConfig
-from olmoe_lightning.manifest import build_manifest, differences, git_state, nearest_preset, plain, write_json
 from olmoe_lightning.plugins import BF16Precision
 
 

@@ -41,9 +41,10 @@ if __name__ == "__main__":
 
 from multiprocess import WorkerError, Workers
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule, checkpoint_strategy, save_steps
+from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
+from olmoe_lightning.training import save_steps, saver
 
 CONFIG = ModelConfig(
     vocab_size=264,
@@ -175,19 +176,19 @@ def train(
     real = {
         (module, name): getattr(module, name)
         for module, name in (
-            (checkpoint_strategy, "temporary_beside"),
-            (checkpoint_strategy, "remove"),
-            (checkpoint_strategy, "shutil"),
+            (saver, "temporary_beside"),
+            (saver, "remove"),
+            (saver, "shutil"),
             (save_steps, "publish"),
         )
     }
     if in_place:
-        checkpoint_strategy.temporary_beside = beginning_in_place
+        saver.temporary_beside = beginning_in_place
         save_steps.publish = functools.partial(told, ledger, lambda temporary, target: None)
-        checkpoint_strategy.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
+        saver.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
     else:
         save_steps.publish = functools.partial(told, ledger, real[save_steps, "publish"])
-    checkpoint_strategy.remove = functools.partial(told_before, ledger, real[checkpoint_strategy, "remove"])
+    saver.remove = functools.partial(told_before, ledger, real[saver, "remove"])
     try:
         strategy = Recorded(expert_parallel_size=2, async_save=background, bucket_megabytes=0.05)
         strategy.ledger = ledger

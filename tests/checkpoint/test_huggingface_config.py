@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import OlmoeConfig
 
-from olmoe_lightning.checkpoint import hf_config
-from olmoe_lightning.checkpoint.hf_config import config_from_hf, config_to_hf, functional_differences, inexpressible
+from olmoe_lightning.checkpoint.foreign import hf_config
+from olmoe_lightning.checkpoint.foreign.hf_config import (
+    config_from_hf,
+    config_to_hf,
+    functional_differences,
+    inexpressible,
+)
 from olmoe_lightning.config import PRESETS, ModelConfig
 
 # The released OLMoE-1B-7B-0924, as transformers 4 wrote it.

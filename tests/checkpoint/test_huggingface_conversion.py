@@ -14,8 +14,8 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from olmoe_lightning import OLMoE
 from olmoe_lightning.checkpoint import convert, read, read_config, write
-from olmoe_lightning.checkpoint.huggingface import _new_directory
-from olmoe_lightning.checkpoint.layout import hf_tensors, native_shapes
+from olmoe_lightning.checkpoint.foreign.hf_layout import hf_tensors, native_shapes
+from olmoe_lightning.checkpoint.foreign.huggingface import _new_directory
 from olmoe_lightning.config import ModelConfig
 
 # More than ten experts, so that an order by text (10 before 2) shows; grouped queries, so that q, k and v differ.

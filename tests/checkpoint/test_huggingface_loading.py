@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from olmoe_lightning.checkpoint import convert, load_pretrained, write
-from olmoe_lightning.checkpoint.layout import native_shapes
+from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.transformer import Transformer
 

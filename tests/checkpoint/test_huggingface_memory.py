@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from olmoe_lightning.checkpoint.hf_config import config_to_hf
-from olmoe_lightning.checkpoint.layout import hf_tensors
+from olmoe_lightning.checkpoint.foreign.hf_config import config_to_hf
+from olmoe_lightning.checkpoint.foreign.hf_layout import hf_tensors
 from olmoe_lightning.config import ModelConfig
 
 SHARDS = 6

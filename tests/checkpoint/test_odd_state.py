@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from olmoe_lightning import MoEStrategy
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
-from olmoe_lightning.checkpoint_strategy import SaveError
 from olmoe_lightning.plugins import BF16Precision
+from olmoe_lightning.training.saver import SaveError
 
 
 class Plain(LightningModule):

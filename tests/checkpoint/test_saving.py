@@ -20,10 +20,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.checkpoint.background import Copy, CopyBuffers
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
-from olmoe_lightning.checkpoint_strategy import SaveError
-from olmoe_lightning.save_queue import Copy, CopyBuffers
+from olmoe_lightning.training.saver import SaveError
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import chunks, convert, read, read_config, read_tokenizer, sharded
-from olmoe_lightning.checkpoint.layout import native_shapes
+from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.checkpoint.meta import META, LazyFragment, ShardedStore, new_meta, read_meta, write_sharded
 from olmoe_lightning.checkpoint.sharded import INDEX, Fragment
 from olmoe_lightning.cli import main

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import convert, load_pretrained, read, read_config, read_tokenizer, sharded
-from olmoe_lightning.checkpoint.layout import native_shapes
+from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.checkpoint.meta import META, new_meta
 from olmoe_lightning.checkpoint.sharded import INDEX, CorruptCheckpoint, Fragment
 from olmoe_lightning.model import Transformer

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from olmoe_lightning.kernels import cuda_memory
-from olmoe_lightning.kernels.cuda_memory import DeviceRegion, VirtualDeviceMemory, _Place, unreachable
-from olmoe_lightning.kernels.virtual_memory import VirtualRanks
+from olmoe_lightning.kernels.memory import cuda as cuda_memory
+from olmoe_lightning.kernels.memory.cuda import DeviceRegion, VirtualDeviceMemory, _Place, unreachable
+from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 

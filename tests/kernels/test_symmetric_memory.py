@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from multiprocess import WorkerError
 
-from olmoe_lightning.kernels import posix_memory
-from olmoe_lightning.kernels.posix_memory import PosixMemory
-from olmoe_lightning.kernels.symmetric_memory import PeerError
-from olmoe_lightning.kernels.virtual_memory import VirtualRanks
+from olmoe_lightning.kernels.memory import posix as posix_memory
+from olmoe_lightning.kernels.memory.posix import PosixMemory
+from olmoe_lightning.kernels.memory.symmetric import PeerError
+from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 
 
 @pytest.fixture(params=["words", "group"])
@@ -195,7 +195,7 @@ def test_a_tensor_that_does_not_fit_is_refused_with_the_numbers():
 
 
 def test_the_interface_of_cuda_can_be_imported():
-    from olmoe_lightning.kernels.cuda_memory import CudaMemory
-    from olmoe_lightning.kernels.symmetric_memory import SymmetricMemory
+    from olmoe_lightning.kernels.memory.cuda import CudaMemory
+    from olmoe_lightning.kernels.memory.symmetric import SymmetricMemory
 
     assert issubclass(CudaMemory, SymmetricMemory)

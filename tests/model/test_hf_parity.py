@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from olmoe_lightning.checkpoint import load_pretrained, read_config, write
-from olmoe_lightning.checkpoint.layout import hf_fused_name, hf_tensors
+from olmoe_lightning.checkpoint.foreign.hf_layout import hf_fused_name, hf_tensors
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.transformer import Transformer
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.generate import generate, sample_token
 from olmoe_lightning.model import Transformer
+from olmoe_lightning.model.generation import generate, sample_token
 
 CONFIG = ModelConfig(
     vocab_size=23,

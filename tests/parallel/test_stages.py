@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.parallel.stages import (
+from olmoe_lightning.parallel.pipeline.stages import (
     SCHEDULES,
     StageMap,
     find_schedule,
@@ -15,7 +15,7 @@ from olmoe_lightning.parallel.stages import (
     split_layers,
     stage_costs,
 )
-from olmoe_lightning.plan import relative_costs
+from olmoe_lightning.tools.plan import relative_costs
 
 MANY = 32  # microbatches that suit every schedule here; a multiple of all rounds
 

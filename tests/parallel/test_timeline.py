@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from olmoe_lightning.parallel import timeline as timeline_module
-from olmoe_lightning.parallel.stages import SCHEDULES, make_stage_map
-from olmoe_lightning.parallel.timeline import Action, Durations, action_table, simulate, torch_action_table
+from olmoe_lightning.parallel.pipeline.stages import SCHEDULES, make_stage_map
+from olmoe_lightning.tools import timeline as timeline_module
+from olmoe_lightning.tools.timeline import Action, Durations, action_table, simulate, torch_action_table
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (8, 16)))
 WITH_TABLES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]

@@ -7,9 +7,9 @@ import torch
 from olmoe_lightning.model import Transformer
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.model.router import Router
-from olmoe_lightning.parity import RunRecord, StepRecord
-from olmoe_lightning.parity.record import EPS, LEARNING_RATE
-from olmoe_lightning.schedules import make_schedule
+from olmoe_lightning.tools.parity import RunRecord, StepRecord
+from olmoe_lightning.tools.parity.record import EPS, LEARNING_RATE
+from olmoe_lightning.training.lr_schedule import make_schedule
 
 
 def windows(case):

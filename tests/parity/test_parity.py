@@ -11,9 +11,9 @@ import pytest
 import torch
 from plain_loop import plain_loop
 
-from olmoe_lightning.parity import ParityCase, compare, format_table, record, run_parity
-from olmoe_lightning.parity.record import LabModel, Recorder
 from olmoe_lightning.strategy import reads_weights_between_steps
+from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record, run_parity
+from olmoe_lightning.tools.parity.record import LabModel, Recorder
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]  # (expert_replica, expert)
 

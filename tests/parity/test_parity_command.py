@@ -3,7 +3,7 @@
 import pytest
 
 from olmoe_lightning.cli import main
-from olmoe_lightning.parity import ParityCase, ParityError, run_parity
+from olmoe_lightning.tools.parity import ParityCase, ParityError, run_parity
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from olmoe_lightning.model import Transformer
-from olmoe_lightning.parity import ParityCase, compare, format_table, record
-from olmoe_lightning.parity.compare import GROUPS, group_of
+from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record
+from olmoe_lightning.tools.parity.compare import GROUPS, group_of
 
 
 @pytest.fixture(scope="module")

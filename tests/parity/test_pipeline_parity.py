@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from olmoe_lightning.model.stage import Stage
-from olmoe_lightning.parallel.stages import SCHEDULES
-from olmoe_lightning.parity import ParityCase, compare, format_table, record
-from olmoe_lightning.parity.record import LabModel
+from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
+from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record
+from olmoe_lightning.tools.parity.record import LabModel
 
 MESHES = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]  # (pipeline, expert_replica, expert)
 SPLITS = {2: [3, 5], 4: [1, 3, 2, 2], 8: [1] * 8}  # by the number of stages
@@ -119,14 +119,14 @@ class WithoutALayer(Stage):
 
 
 def broken(case, mistake):
-    import olmoe_lightning.module_stages
+    import olmoe_lightning.training.module_stages
 
-    whole = olmoe_lightning.module_stages.Stage
-    olmoe_lightning.module_stages.Stage = mistake
+    whole = olmoe_lightning.training.module_stages.Stage
+    olmoe_lightning.training.module_stages.Stage = mistake
     try:
         return record(case)
     finally:
-        olmoe_lightning.module_stages.Stage = whole
+        olmoe_lightning.training.module_stages.Stage = whole
 
 
 @pytest.mark.parametrize("mistake", [TwiceTheLoss, WithoutALayer])

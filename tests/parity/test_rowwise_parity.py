@@ -9,10 +9,10 @@ import dataclasses
 import pytest
 import torch
 
-from olmoe_lightning.parallel.stages import SCHEDULES
-from olmoe_lightning.parity import ParityCase, compare, format_table, record
-from olmoe_lightning.parity.record import LabModel
+from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
 from olmoe_lightning.plugins import RowwiseComm
+from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record
+from olmoe_lightning.tools.parity.record import LabModel
 
 SPLITS = {2: [3, 5], 4: [1, 3, 2, 2]}  # by the number of stages
 MESHES = [(1, 2), (2, 2), (1, 4)]  # (expert_replica, expert)

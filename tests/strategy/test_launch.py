@@ -18,7 +18,7 @@ from multiprocess import PRELOAD
 from strategy_lab import Dense, own_batches, quiet, vectors
 
 from olmoe_lightning import MoEStrategy
-from olmoe_lightning.mesh_strategy import connection_advice
+from olmoe_lightning.training.processes import connection_advice
 
 HERE = Path(__file__).parent
 PATIENCE = 120

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
-from olmoe_lightning.generate import GenerationConfig
 from olmoe_lightning.model import Transformer
-from olmoe_lightning.parallel.stages import SCHEDULES, make_stage_map
+from olmoe_lightning.model.generation import GenerationConfig
+from olmoe_lightning.parallel.pipeline.stages import SCHEDULES, make_stage_map
 
 CONFIG = ModelConfig(
     vocab_size=64,

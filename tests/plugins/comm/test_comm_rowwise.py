@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from olmoe_lightning.kernels import expert_mlp, reference_kernels
-from olmoe_lightning.kernels.virtual_memory import VirtualRanks
+from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 from olmoe_lightning.plugins.comm.leases import LeaseError

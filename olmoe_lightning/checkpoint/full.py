@@ -1,0 +1,362 @@
+"""Weights and optimizer state as one process would have them, put together on rank 0, and taken apart again.
+
+It is one parameter at a time on every process, and everything on rank 0: right for models that one host can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel.buffers import Bucket, Piece
+from olmoe_lightning.parallel.collectives import all_gather
+from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
+
+
+def gather_experts(local: Tensor, axis: Axis) -> Tensor | None:
+    """Join the shards of an expert parameter along the first dimension; on the first process of the axis only.
+
+    Args:
+        local: [E_local, ...], the same shape on each process.
+        axis: the ``expert`` axis.
+    """
+    if axis.size == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in axis.ranks] if axis.rank == 0 else None
+    dist.gather(local.contiguous(), parts, dst=axis.ranks[0], group=axis.group)
+    return None if parts is None else torch.cat(parts)
+
+
+def local_experts(full: Tensor, axis: Axis, experts: int) -> Tensor:
+    """The shard of this process, [experts, ...], of a parameter with all experts.
+
+    Raises:
+        ValueError: ``full`` does not hold that many experts.
+    """
+    if full.shape[0] != experts * axis.size:
+        raise UserError(
+            f"the checkpoint holds {full.shape[0]} experts, but {axis.size} expert-parallel ranks x {experts} experts "
+            f"are {experts * axis.size}"
+        )
+    return full[axis.rank * experts : (axis.rank + 1) * experts]
+
+
+def full_values(
+    sharded: ShardedOptimizer, value: Callable[[Piece], Tensor | None]
+) -> Iterator[tuple[str, int, Tensor | None]]:
+    """Put together what each process has of every parameter; collective.
+
+    Args:
+        sharded: the optimizer whose pieces are meant.
+        value: a tensor like the master of a piece, fp32; ``None`` stands for zeros.
+
+    Yields:
+        Name and number of the parameter, and on rank 0 its whole value on the CPU (``None`` on the others).
+    """
+    mesh = sharded.mesh
+    for group in sharded.groups:
+        flat: Tensor | None = None
+        if isinstance(group, Bucket):
+            flat = torch.zeros(group.weights.numel(), dtype=torch.float32, device=group.weights.device)
+            starts = {named.number: start for named, start in zip(group.parameters, group.starts, strict=True)}
+            for piece in group.pieces:
+                part = value(piece)
+                if part is not None:
+                    begin = starts[piece.number]
+                    flat[begin + piece.start : begin + piece.stop] = part.reshape(-1).to(flat)
+            if group.sharded:
+                all_gather(group.axis, flat).wait()
+        for position, (name, parameter, index) in enumerate(group.parameters):
+            if isinstance(group, Bucket):
+                assert flat is not None
+                start = group.starts[position]
+                local = flat[start : start + parameter.numel()].view(parameter.shape)
+            else:
+                part = value(sharded.pieces[index])
+                local = torch.zeros_like(parameter) if part is None else part.reshape(parameter.shape).to(parameter)
+            whole = gather_experts(local.detach(), mesh.expert) if sharded.is_expert[parameter] else local.detach()
+            # The first data rank of each stage has it; one of them is rank 0.
+            yield name, index, whole.cpu().clone() if mesh.data.rank == 0 and whole is not None else None
+
+
+def full_state_dict(
+    module: nn.Module, mesh: Mesh, sharded: ShardedOptimizer | None, is_expert: Callable[[nn.Parameter], bool]
+) -> dict[str, Any]:
+    """``module.state_dict()`` with all experts, and with fp32 values of what is trained; collective.
+
+    Returns:
+        All of it on rank 0; on the others what they hold themselves.
+    """
+    state = module.state_dict()
+    narrow = sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters)
+    trained = {parameter for _, parameter, _ in sharded.parameters} if sharded is not None and narrow else set()
+    aliases: dict[str, str] = {}  # tied weights have two names
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if parameter in trained:
+            aliases[name] = first
+        elif is_expert(parameter):
+            whole = gather_experts(parameter.detach(), mesh.expert)
+            if whole is not None and mesh.data.rank == 0:
+                state[name] = whole
+    if mesh.pipeline.size > 1:
+        state = of_all_stages(mesh, dict(state) if mesh.data.rank == 0 else {}) or state
+        aliases = of_all_stages(mesh, aliases) or aliases
+    if sharded is not None and narrow:
+        masters = full_masters(sharded)
+        state.update({name: masters[first] for name, first in aliases.items() if first in masters})
+    return state
+
+
+def local_state_dict(
+    module: nn.Module, mesh: Mesh, is_expert: Callable[[nn.Parameter], bool], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The part of a single process' ``state_dict`` that this process holds.
+
+    Raises:
+        ValueError: it has another number of experts than the module.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    here = module.state_dict().keys()
+    return {
+        name: local_experts(value, mesh.expert, parameters[name].shape[0])
+        if name in parameters and is_expert(parameters[name])
+        else value
+        for name, value in state.items()
+        if mesh.pipeline.size == 1 or name in here  # the others belong to other stages
+    }
+
+
+def full_masters(sharded: ShardedOptimizer) -> dict[str, Tensor]:
+    """fp32 values of all trained parameters by name; on rank 0, empty elsewhere; collective."""
+    values = full_values(sharded, lambda piece: piece.master.detach())
+    return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
+
+
+def full_gradients(sharded: ShardedOptimizer) -> dict[str, Tensor]:
+    """The gradients that the optimizer is about to use, by name; on rank 0, empty elsewhere; collective."""
+    values = full_values(sharded, lambda piece: piece.master.grad)
+    return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
+
+
+def of_all_stages(mesh: Mesh, own: dict[str, Any]) -> dict[str, Any]:
+    """Join what the stages of a pipeline have by name, on rank 0; empty elsewhere; collective."""
+    if mesh.pipeline.size == 1:
+        return own
+    found: list[dict[str, Any]] | None = [{} for _ in mesh.pipeline.ranks] if mesh.pipeline.rank == 0 else None
+    dist.gather_object(own, found, dst=mesh.pipeline.ranks[0], group=mesh.pipeline.group)
+    return {name: item for part in found or [] for name, item in part.items()} if mesh.rank == 0 else {}
+
+
+def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` of a single process; on rank 0, empty elsewhere; collective.
+
+    Of a pipeline, no process knows how a single one would number the parameters: ``state`` is then by their names.
+    """
+    by_name = full_state_by_name(sharded)
+    named = of_all_stages(sharded.mesh, named_groups(sharded) if sharded.mesh.data.rank == 0 else {})
+    if sharded.mesh.rank != 0:
+        return {}
+    if sharded.mesh.pipeline.size > 1:
+        return {"state": by_name, "param_groups": list(named.values())}
+    numbers = sharded.numbering()
+    names = {number: sharded.parameters[index].name for index, number in numbers.of_parameter.items()}
+    number_of = {name: number for number, name in names.items()}
+    return {
+        "state": {number_of[name]: state for name, state in by_name.items()},
+        "param_groups": [{**group, "params": ids} for group, ids in zip(named.values(), numbers.groups, strict=True)],
+        "names": names,  # so that a pipeline can find its own
+    }
+
+
+def named_groups(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+    """The options of each parameter group of this process, by its name, or its position if it has none."""
+    options = [
+        {key: item for key, item in group.items() if key != "params"} for group in sharded.optimizer.param_groups
+    ]
+    return {group.get("name", str(place)): group for place, group in enumerate(options)}
+
+
+def groups_of_parameters(sharded: ShardedOptimizer) -> dict[str, str]:
+    """The parameter group of each trained parameter of this process, by name or position as :func:`named_groups`."""
+    numbers = sharded.numbering()
+    group_of: dict[int, str] = {}
+    for place, (group, ids) in enumerate(zip(sharded.optimizer.param_groups, numbers.groups, strict=True)):
+        group_of.update(dict.fromkeys(ids, str(group.get("name", place))))
+    return {name: group_of[numbers.of_parameter[index]] for name, _, index in sharded.parameters}
+
+
+def refuse_other_groups(sharded: ShardedOptimizer, saved: Mapping[str, str]) -> None:
+    """Stop if a parameter was in another group when the checkpoint was written: it would get the other's options.
+
+    Raises:
+        ValueError: says which first.
+    """
+    here = groups_of_parameters(sharded)
+    moved = [name for name, group in here.items() if name in saved and saved[name] != group]
+    if moved:
+        raise UserError(
+            f"{len(moved)} parameters are in other parameter groups than when the checkpoint was written, for example "
+            f"{moved[0]} in {here[moved[0]]!r} instead of {saved[moved[0]]!r}; configure the optimizer as it was"
+        )
+
+
+def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of each parameter by its name; on rank 0, empty elsewhere; collective."""
+    optimizer = sharded.optimizer
+    mine: dict[int, dict[str, Any]] = {
+        index: optimizer.state[piece.master]
+        for index, piece in sharded.pieces.items()
+        if piece.master in optimizer.state
+    }
+    kinds: dict[str, str] = {}
+    for index, state in mine.items():
+        for key, item in state.items():
+            if kinds.get(key) != "tensor":
+                kinds[key] = _kind(item, sharded.pieces[index])
+    everyones: list[dict[str, str]] = [kinds]
+    if sharded.mesh.world.size > 1:
+        everyones = [{} for _ in range(sharded.mesh.world.size)]
+        dist.all_gather_object(everyones, kinds)
+    kinds = dict(sorted((pair for each in everyones for pair in each.items()), key=lambda pair: pair[1] == "tensor"))
+
+    count = len(sharded.parameters)
+    present = torch.zeros(count, dtype=torch.float64)
+    present[list(mine)] = 1
+    states: dict[int, dict[str, Any]] = {}
+    _reduce_max(present, sharded.mesh)  # the numbers of parameters are those of one stage
+    for index in present.nonzero().flatten().tolist():
+        states[index] = {}
+    for key in sorted(kinds):
+        if kinds[key] == "tensor":
+
+            def entry(piece: Piece, key: str = key) -> Tensor | None:
+                return mine.get(piece.number, {}).get(key)
+
+            for _, index, whole in full_values(sharded, entry):
+                if whole is not None and index in states:
+                    states[index][key] = whole
+            continue
+        values = torch.full((count,), float("-inf"), dtype=torch.float64)
+        for index, state in mine.items():
+            if state.get(key) is not None:
+                values[index] = float(state[key])
+        _reduce_max(values, sharded.mesh)
+        for index, state in states.items():
+            number = values[index].item()
+            if number == float("-inf"):
+                state[key] = None
+            else:
+                state[key] = torch.tensor(number, dtype=torch.float32) if kinds[key] == "scalar" else number
+    own = {sharded.parameters[index].name: state for index, state in states.items()}
+    return of_all_stages(sharded.mesh, own if sharded.mesh.data.rank == 0 else {})
+
+
+def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
+    """Give the optimizer its part of a single process' ``state_dict``.
+
+    Raises:
+        ValueError: it has other parameter groups than the optimizer.
+    """
+    names = saved.get("names", {})
+    state_by_name: dict[str, dict[str, Any]] = {}
+    for key, entries in saved["state"].items():
+        name = key if isinstance(key, str) else names[key] if key in names else _name_of(sharded, int(key))
+        state_by_name[name] = entries
+    options = group_options(sharded, saved["param_groups"])
+    local_ids: dict[nn.Parameter, int] = {}
+    for group in sharded.optimizer.param_groups:
+        for master in group["params"]:
+            local_ids[master] = len(local_ids)
+    state: dict[int, dict[str, Any]] = {}
+    for name, parameter, index in sharded.parameters:
+        piece = sharded.pieces.get(index)
+        if piece is not None and name in state_by_name:
+            entries = state_by_name[name]
+            state[local_ids[piece.master]] = {
+                key: _slice(item, parameter, piece, sharded) for key, item in entries.items()
+            }
+    groups = [
+        {**saved_group, "params": [local_ids[master] for master in group["params"]]}
+        for saved_group, group in zip(options, sharded.optimizer.param_groups, strict=True)
+    ]
+    sharded.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _name_of(sharded: ShardedOptimizer, number: int) -> str:
+    """The name of a parameter in a checkpoint that knows numbers alone."""
+    if sharded.mesh.pipeline.size > 1:
+        raise UserError(
+            "the checkpoint's optimizer state was written without MoEStrategy and has no parameter names, so that a "
+            "pipeline cannot tell which of it belongs to which stage; write it again under MoEStrategy in one process"
+        )
+    index_of = {other: index for index, other in sharded.numbering().of_parameter.items()}
+    return sharded.parameters[index_of[number]].name if number in index_of else ""
+
+
+def group_options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved options of each group that this process has; of pipelines by name, else by position."""
+    here = [len(ids) for ids in sharded.numbering().groups]
+    there = [len(group.get("params", ())) for group in saved]
+    if sharded.mesh.pipeline.size == 1 and all("params" in group for group in saved):
+        if here != there:
+            raise UserError(
+                f"the checkpoint's optimizer has parameter groups of {there} parameters, this one of {here}; "
+                "the optimizer must be configured as it was when the checkpoint was written"
+            )
+        return saved
+    by_name = {group.get("name", str(place)): group for place, group in enumerate(saved)}
+    wanted = [group.get("name", str(place)) for place, group in enumerate(sharded.optimizer.param_groups)]
+    missing = [name for name in wanted if name not in by_name]
+    if missing:
+        raise UserError(
+            f"the checkpoint's optimizer has the parameter groups {list(by_name)}, but not {missing}; the optimizer "
+            "must be configured as it was when the checkpoint was written"
+        )
+    return [by_name[name] for name in wanted]
+
+
+def load_masters(sharded: ShardedOptimizer, values: Mapping[str, Tensor]) -> None:
+    """Set the fp32 masters from local fp32 values by parameter name; the weights are not touched."""
+    for name, parameter, index in sharded.parameters:
+        piece = sharded.pieces.get(index)
+        if piece is not None and name in values and parameter.dtype != torch.float32:
+            flat = values[name].reshape(-1)[piece.start : piece.stop]
+            piece.master.data.copy_(flat.view(piece.master.shape))
+
+
+def _kind(item: Any, piece: Piece) -> str:
+    if not isinstance(item, Tensor):
+        return "number"
+    # What belongs to a parameter without dimensions looks like a step counter; a larger parameter tells them apart.
+    return "tensor" if item.ndim and item.shape == piece.master.shape else "scalar"
+
+
+def _reduce_max(values: Tensor, mesh: Mesh) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(mesh) else values.device
+    moved = values.to(device)
+    values.copy_(mesh.data.all_reduce(moved, dist.ReduceOp.MAX))
+
+
+def _on_cuda(mesh: Mesh) -> bool:
+    return mesh.world.size > 1 and dist.get_backend(mesh.world.group) == "nccl"
+
+
+def _slice(item: Any, parameter: nn.Parameter, piece: Piece, sharded: ShardedOptimizer) -> Any:
+    if (
+        not isinstance(item, Tensor)
+        or not item.ndim
+        or item.ndim != parameter.ndim
+        or item.shape[1:] != parameter.shape[1:]
+    ):
+        return item
+    if sharded.is_expert[parameter]:
+        item = local_experts(item, sharded.mesh.expert, parameter.shape[0])
+    return item.reshape(-1)[piece.start : piece.stop].view(piece.master.shape).clone()

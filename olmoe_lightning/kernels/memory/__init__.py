@@ -1,0 +1,1 @@
+"""Symmetric memory: the same regions on every process, each reachable by all; and the allocator of the CPU."""

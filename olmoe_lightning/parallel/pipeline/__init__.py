@@ -1,0 +1,1 @@
+"""Layers cut into stages: which process has which, and the schedules that run them."""

@@ -1,0 +1,228 @@
+"""Running a model that is cut into stages: torch's schedules for training, a plain pass for everything else.
+
+A stage is a module from a hidden state to a hidden state; the first one starts from the batch's inputs, the last one
+ends in sums (a loss and whatever else is wanted). All ranks of a pipeline have the same batch, so that only hidden
+states and their gradients travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel.mesh import Axis
+from olmoe_lightning.parallel.pipeline.stages import StageMap, find_schedule
+
+Sums = dict[str, Tensor]
+"""Sums over what a microbatch holds, fp32 or fp64 []; those of several microbatches add up."""
+
+
+class StageBuilder(Protocol):
+    """What the runner needs to know of a model."""
+
+    def pipeline_stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
+        """The module of a stage; it shares the model's parameters."""
+
+    def pipeline_hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """A tensor on the meta device like those that travel between stages for a microbatch of these inputs."""
+
+    def pipeline_loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Sums:
+        """Sums of a microbatch from the last stage's output; ``loss`` among them is what is differentiated."""
+
+
+_PREFIX = "batch_"
+
+
+class _Stage(nn.Module):
+    """Takes the batch under names that torch's ``step`` has no other use for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        return self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
+
+
+class PipelineRunner:
+    """The stages of one process, and how batches pass through them.
+
+    Args:
+        model: what is cut.
+        stages: which layers are where, and the schedule.
+        axis: the processes of the pipeline.
+        device: of this process.
+        num_microbatches: M, parts into which the rows of a batch are cut.
+    """
+
+    def __init__(
+        self, model: StageBuilder, stages: StageMap, axis: Axis, device: torch.device, num_microbatches: int
+    ) -> None:
+        self.model = model
+        self.stages = stages
+        self.axis = axis
+        self.device = device
+        self.num_microbatches = num_microbatches
+        self.modules: dict[int, nn.Module] = {
+            stage: model.pipeline_stage(stages.layers[stage], stage == 0, stage == stages.num_stages - 1)
+            for stage in stages.stages_of(axis.rank)
+        }
+        self._schedules: dict[Any, Any] = {}
+        self._batch: Mapping[str, Tensor] = {}
+        self._sums: list[Sums] = []
+        self._names: dict[str, list[str]] = {}  # of the sums of each kind of pass
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is here."""
+        return self.stages.num_stages - 1 in self.modules
+
+    def train(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
+        """Forward and backward passes of a batch by the schedule; gradients of the sums are left at the parameters.
+
+        Args:
+            first: input of the first stage, [B, ...].
+            batch: what every stage may look at; each tensor [B, ...].
+
+        Returns:
+            The sums over the batch, on every process of the pipeline.
+        """
+        schedule = self._schedule(first, batch)
+        self._batch, self._sums = batch, []
+        rows = torch.arange(len(first))  # the loss finds its part of the batch by them, without asking the device
+        arguments = (first,) if 0 in self.modules else ()
+        losses: list[Tensor] | None = [] if self.has_last else None
+        extras = {_PREFIX + name: value for name, value in batch.items()}
+        schedule.step(*arguments, target=rows if self.has_last else None, losses=losses, return_outputs=False, **extras)
+        self._batch = {}
+        return self._everywhere("training")
+
+    @torch.no_grad()
+    def evaluate(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
+        """The same without gradients: stage after stage, each as soon as its input is there."""
+        self._sums = []
+        self._pass(first, batch, lambda output, inputs: self._sums.append(self.model.pipeline_loss(output, inputs)))
+        return self._everywhere("evaluation")
+
+    @torch.no_grad()
+    def forward(self, first: Tensor, batch: Mapping[str, Tensor], parts: int | None = None) -> Tensor | None:
+        """What the last stage returns for a batch, [B, ...], where that stage is; ``None`` on the other processes.
+
+        Args:
+            first: as in :meth:`train`.
+            batch: as in :meth:`train`.
+            parts: microbatches; ``None``: as many as in training if the rows come out even, else one.
+        """
+        outputs: list[Tensor] = []
+        self._pass(first, batch, lambda output, _: outputs.append(output), parts)
+        return torch.cat(outputs) if self.has_last else None
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """Overwrite in place with the tensor of the process that has the last stage."""
+        dist.broadcast(tensor, group=self.axis.group, group_src=self.stages.last_rank)
+        return tensor
+
+    def _pass(
+        self,
+        first: Tensor,
+        batch: Mapping[str, Tensor],
+        end: Callable[[Tensor, Mapping[str, Tensor]], None],
+        parts: int | None = None,
+    ) -> None:
+        """Send the parts of a batch through the stages; ``end`` gets the last stage's output and its part's inputs."""
+        count = parts or self._parts(len(first))
+        outputs: dict[tuple[int, int], Tensor] = {}
+        sends = []
+        for stage in sorted(self.modules):
+            for part in range(count):
+                rows = slice(part * len(first) // count, (part + 1) * len(first) // count)
+                inputs = {name: value[rows] for name, value in batch.items()}
+                if stage == 0:
+                    x = first[rows]
+                elif (stage - 1, part) in outputs:
+                    x = outputs.pop((stage - 1, part))
+                else:
+                    x = torch.empty_like(self.model.pipeline_hidden(inputs), device=self.device)
+                    dist.recv(x, group=self.axis.group, group_src=self.stages.rank_of(stage - 1))
+                y = self.modules[stage](x, **inputs)
+                if stage == self.stages.num_stages - 1:
+                    end(y, inputs)
+                elif self.stages.rank_of(stage + 1) == self.axis.rank:
+                    outputs[stage, part] = y
+                else:
+                    y = y.contiguous()
+                    work = dist.isend(y, group=self.axis.group, group_dst=self.stages.rank_of(stage + 1))
+                    sends.append((work, y))
+        for work, _ in sends:
+            assert work is not None
+            work.wait()
+
+    def _parts(self, rows: int) -> int:
+        """Microbatches of an evaluation batch: as many as in training if they come out even, else one."""
+        return self.num_microbatches if rows % self.num_microbatches == 0 else 1
+
+    def _everywhere(self, kind: str) -> Sums:
+        """Add the microbatches up and tell everyone; the names are told once for each kind of pass."""
+        sums, self._sums = self._sums, []
+        names: list[str] = []
+        values = torch.zeros(0, dtype=torch.float64, device=self.device)
+        if self.has_last:
+            names = sorted(sums[0])
+            rows = [torch.stack([each[name].detach().double() for name in names]) for each in sums]
+            values = torch.stack(rows).sum(0)
+        if self.axis.size > 1:
+            if kind not in self._names:
+                holder: list[Any] = [names]
+                dist.broadcast_object_list(holder, group=self.axis.group, group_src=self.stages.last_rank)
+                self._names[kind] = holder[0]
+            known = self._names[kind]
+            if not self.has_last:
+                values = torch.zeros(len(known), dtype=torch.float64, device=self.device)
+            elif names != known:
+                raise RuntimeError(f"pipeline_loss returned the sums {names}, after {known} in an earlier {kind} pass")
+            self.from_last(values)
+            names = known
+        return dict(zip(names, values, strict=True))
+
+    def _schedule(self, first: Tensor, batch: Mapping[str, Tensor]) -> Any:
+        """The schedule for batches of this shape; static shapes, so that torch does not try the stages out."""
+        count = self.num_microbatches
+        if len(first) % count:
+            raise UserError(
+                f"a batch of {len(first)} rows cannot be cut into num_microbatches ({count}) equal parts; choose a "
+                "batch size that is a multiple of it, and drop_last=True"
+            )
+        key = (first.shape, first.dtype, tuple((name, value.shape) for name, value in batch.items()))
+        if key not in self._schedules:
+            part = {name: value[: len(value) // count] for name, value in batch.items()}
+            start = torch.empty_like(first[: len(first) // count], device="meta")
+            hidden = self.model.pipeline_hidden(part)
+            stages = [
+                PipelineStage(
+                    _Stage(module),
+                    stage,
+                    self.stages.num_stages,
+                    self.device,
+                    input_args=start if stage == 0 else hidden.clone().requires_grad_(),
+                    output_args=hidden.clone().requires_grad_(),
+                    group=self.axis.group,
+                )
+                for stage, module in self.modules.items()
+            ]
+            schedule = find_schedule(self.stages.schedule)
+            # Single-stage classes take a stage, the others a list. Losses are sums: nothing is to be divided.
+            several: Any = stages if schedule.stages_per_rank > 1 else stages[0]
+            self._schedules[key] = schedule.torch_class()(several, count, loss_fn=self._loss, scale_grads=False)
+        return self._schedules[key]
+
+    def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        sums = self.model.pipeline_loss(output, {name: value[part] for name, value in self._batch.items()})
+        self._sums.append(sums)
+        return sums["loss"]

@@ -1,0 +1,20 @@
+"""The parity lab: does training on many processes compute what one process computes?"""
+
+from olmoe_lightning.tools.parity.case import ParityCase
+from olmoe_lightning.tools.parity.compare import Row, compare, format_table
+from olmoe_lightning.tools.parity.record import RunRecord, StepRecord, record
+from olmoe_lightning.tools.parity.run import ParityError, run_parity
+from olmoe_lightning.tools.parity.sabotage import Sabotage
+
+__all__ = [
+    "ParityCase",
+    "ParityError",
+    "Row",
+    "RunRecord",
+    "Sabotage",
+    "StepRecord",
+    "compare",
+    "format_table",
+    "record",
+    "run_parity",
+]

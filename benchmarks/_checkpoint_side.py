@@ -238,7 +238,7 @@ def _steps(rounds: int) -> int:
 
 def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:
     """What this process writes."""
-    state = strategy._training_state()
+    state = strategy.training_state()
     parts = state.model_to_write() + state.optimizer_to_write()[0]
     return {f"{part.name}:{part.start}": part.values.detach() for part in parts}
 

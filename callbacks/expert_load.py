@@ -58,6 +58,8 @@ class ExpertLoadMonitor(Callback):
         ValueError: a number is out of range.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(
         self,
         every_n_steps: int = 50,

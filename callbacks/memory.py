@@ -33,6 +33,8 @@ class MemoryMonitor(Callback):
         ValueError: ``every_n_steps`` is below 1.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise UserError(f"every_n_steps ({every_n_steps}) must be at least 1")

@@ -19,6 +19,8 @@ class OneLineProgress(TQDMProgressBar):
         refresh_rate: batches between two updates.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
 

@@ -34,6 +34,8 @@ class SampleText(Callback):
         ValueError: a number is out of range.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(
         self,
         prompt: str = "def ",

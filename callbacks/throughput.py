@@ -50,6 +50,8 @@ class ThroughputMonitor(Callback):
         TypeError: batches have no ``input_ids``.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(
         self, every_n_steps: int | None = None, warmup_steps: int = 3, peak_tflops: float | None = None
     ) -> None:

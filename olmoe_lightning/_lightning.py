@@ -13,6 +13,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
@@ -24,4 +25,11 @@ __all__ = [
     "init_process_group",
     "optimizers_to_device",
     "reset_seed",
+    "trainer_of",
 ]
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The trainer of a module, if it is in one; ``module.trainer`` raises otherwise."""
+    trainer: Trainer | None = getattr(module, "_trainer", None)
+    return trainer

@@ -6,34 +6,44 @@ B batch, S sequence, E experts, Lm MoE layers.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from olmoe_lightning._lightning import trainer_of
 from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.model import RoutingStats, Transformer
-from olmoe_lightning.model.generation import GenerationConfig
+from olmoe_lightning.model.generation import Continuation, GenerationConfig
 from olmoe_lightning.model.losses import IGNORE_INDEX
+from olmoe_lightning.parallel import Mesh
 from olmoe_lightning.parallel.pipeline.runner import Sums
-from olmoe_lightning.parallel.pipeline.stages import StageMap
+from olmoe_lightning.strategy import MoEStrategy
+from olmoe_lightning.training.experts import expert_parameters
 from olmoe_lightning.training.lr_schedule import Schedule, make_schedule
 from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
-from olmoe_lightning.training.module_checkpoints import StoredModel
-from olmoe_lightning.training.module_writing import Batch, ExpertPlacement
+from olmoe_lightning.training.network import build_network
+from olmoe_lightning.training.objective import Objective, mean_output
+from olmoe_lightning.training.stored import load_directory, refuse_other_network, restored_settings
+from olmoe_lightning.training.writing import Writer
+
+Batch = dict[str, Tensor]
 
 
-class OLMoE(StoredModel):
+class OLMoE(LightningModule):
     """A mixture-of-experts language model, ready for ``Trainer.fit``.
 
     Batches are dictionaries with ``input_ids`` (int64 [B, S]) and ``labels`` (int64 [B, S], already shifted, -100 where
@@ -64,6 +74,8 @@ class OLMoE(StoredModel):
     Raises:
         ValueError: an argument is out of range, or the warm-up is given twice.
     """
+
+    reads_weights_between_steps = False
 
     def __init__(
         self,
@@ -148,13 +160,20 @@ class OLMoE(StoredModel):
         self.model: Transformer | None = None
         self.routing_stats: RoutingStats | None = None
         """Statistics of the last training or validation batch, detached, on the device."""
-        self._stage_map: StageMap | None = None  # of a pipeline, once the network is built for it
+        self.metrics = LanguageModelMetrics()
+        self._objective = Objective(self.config, self.built, self.metrics, self._token_bytes)
+        self._staged = False  # the network was built for a pipeline
         self._counts: Tensor | None = None  # of the optimizer step under way, for the selection bias
         self._loaded: dict[str, Any] = {}  # hyperparameters of the checkpoint that was loaded
         self._tokenizer: str | None = None  # of the data, as checkpoints keep it
-        self.metrics = LanguageModelMetrics()
 
     # ---------------------------------------------------------------------------------------------- building
+
+    @property
+    def _moe(self) -> MoEStrategy | None:
+        """The strategy, if other processes may hold layers or experts of this model."""
+        trainer = trainer_of(self)
+        return trainer.strategy if trainer is not None and isinstance(trainer.strategy, MoEStrategy) else None
 
     @override
     def configure_model(self) -> None:
@@ -164,24 +183,31 @@ class OLMoE(StoredModel):
     def built(self) -> Transformer:
         """The network, built on first use."""
         if self.model is None:
-            strategy = getattr(self._trainer, "strategy", None)
-            self._stage_map = getattr(strategy, "stage_map", None)
-            if isinstance(strategy, ExpertPlacement) and self.pretrained is None:
-                # Without memory until only the own experts are left; layers of other stages are not even made.
-                with torch.device("meta"):
-                    self.model = self._own_layers(strategy.mesh.pipeline.rank)
-                first_expert = strategy.place_experts(self.model)
-                self.model.to_empty(device=strategy.root_device)
-                self.model.init_weights(self.init_seed, first_expert)
+            moe = self._moe
+            if moe is not None:
+                self._staged = moe.stage_map is not None
+                self.model = build_network(
+                    self.config,
+                    self.init_seed,
+                    self.pretrained,
+                    moe.root_device,
+                    moe.place_experts,
+                    moe.stage_map,
+                    moe.mesh.pipeline.rank,
+                )
             else:
                 self.model = Transformer(self.config)
                 self.model.init_weights(self.init_seed)
-            if self.pretrained is not None:
-                load_pretrained(self.model, self.pretrained)
+                if self.pretrained is not None:
+                    load_pretrained(self.model, self.pretrained)
             if self.compile_blocks:
                 for block in self.model.blocks:
                     block.compile()
         return self.model
+
+    def pipeline_stages(self) -> Objective:
+        """What cuts the transformer into stages and sums up what the last one returns."""
+        return self._objective
 
     @override
     def setup(self, stage: str) -> None:
@@ -234,26 +260,28 @@ class OLMoE(StoredModel):
             contribute their gradients inside the layers). ``num_tokens``: int64 [], the labels that count.
         """
         sums, stats = self._sums(batch)
-        loss = sums["loss"] / sums["num_tokens"].clamp(min=1)
-
         self.routing_stats = stats
         self._log_training(sums, stats)
         if stats is not None and self.config.bias_update_rate:
             self._counts = stats.counts if self._counts is None else self._counts + stats.counts
-        return {"loss": loss, "num_tokens": sums["num_tokens"]}
+        return mean_output(sums)
 
     def _sums(self, batch: Batch) -> tuple[Sums, RoutingStats | None]:
-        """What a batch comes to, see :meth:`pipeline_loss`; in a pipeline the backward pass has then been made too."""
-        names = ("labels", "document_ids", "source_ids")
-        inputs: dict[str, Tensor] = {name: batch[name] for name in names if name in batch}
-        if self._stage_map is not None:
-            strategy: Any = self.trainer.strategy
-            sums = strategy.pipeline_step(batch["input_ids"], inputs)
-            return sums, self._pipeline_stats(strategy.pipeline, sums["num_tokens"])
-        counted = batch["labels"] != IGNORE_INDEX
-        aux_scale = self._aux_scale(counted.sum().clamp(min=1)) if self.training else None
-        hidden, stats = self.built()(batch["input_ids"], batch.get("document_ids"), counted, aux_scale)
-        return self.pipeline_loss(hidden, inputs), stats
+        """What a batch comes to; in a pipeline the backward pass has then been made too."""
+        if self._staged:
+            assert self._moe is not None
+            assert self._moe.pipeline is not None
+            return self._objective.staged(batch, self._moe.pipeline_step, self._moe.pipeline)
+        counted = (batch["labels"] != IGNORE_INDEX).sum().clamp(min=1)
+        return self._objective.whole(batch, self._aux_scale(counted) if self.training else None)
+
+    def _token_bytes(self, device: torch.device) -> Tensor | None:
+        """Bytes of each token of the vocabulary, int64 [V], if the data module knows its tokenizer."""
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is None:
+            return None
+        known = torch.as_tensor(tokenizer.token_bytes, dtype=torch.int64, device=device)
+        return torch.nn.functional.pad(known, (0, self.config.vocab_size - len(known)))
 
     def _log_training(self, sums: Sums, stats: RoutingStats | None) -> None:
         """Means over the tokens of all processes, equal on each of them: one reduction for all that is logged."""
@@ -282,7 +310,7 @@ class OLMoE(StoredModel):
         It is 1 where the strategy back-propagates sums and divides at the end. Elsewhere the mean is back-propagated,
         which Lightning divides by the accumulated batches and multiplies by the scale of fp16's gradients.
         """
-        if getattr(self.trainer.strategy, "backpropagates_sums", False):
+        if self._moe is not None:
             return torch.ones((), device=divisor.device)
         scale = 1.0 / (divisor * self.trainer.accumulate_grad_batches)
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -340,10 +368,11 @@ class OLMoE(StoredModel):
         """AdamW over at most four groups: {experts, others} x {decay, no decay}, each with its name."""
         # In one order on every stage of a pipeline, and of every pipeline: schedules know groups by their position.
         groups: dict[str, list[torch.nn.Parameter]] = {"dense": [], "dense_no_decay": [], "experts": []}
+        experts = set(expert_parameters(self))
         for name, parameter in self.built().named_parameters():
             if not parameter.requires_grad:
                 continue
-            part = "experts" if getattr(parameter, "is_expert", False) else "dense"
+            part = "experts" if parameter in experts else "dense"
             decays = self.decay_all or (parameter.ndim > 1 and not name.startswith("embed."))
             groups.setdefault(f"{part}{'' if decays else '_no_decay'}", []).append(parameter)
         optimizer = torch.optim.AdamW(
@@ -355,7 +384,7 @@ class OLMoE(StoredModel):
                     "weight_decay": 0.0 if name.endswith("no_decay") else self.weight_decay,
                 }
                 for name, parameters in groups.items()
-                if parameters or self._stage_map is not None  # another stage may have some
+                if parameters or self._staged  # another stage may have some
             ],
             lr=self.learning_rate,
             betas=self.betas,
@@ -396,15 +425,14 @@ class OLMoE(StoredModel):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then move the routers' selection biases by the load of the whole global batch."""
         super().optimizer_step(*args, **kwargs)
-        if self._counts is not None:
-            if getattr(self.trainer.strategy, "step_skipped", False):
-                self._counts = None  # of a step that was not taken
-                return
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return
+        if self._moe is None:
+            self.update_selection_biases(self.trainer.strategy.reduce(counts, reduce_op="sum"))
+        elif not self._moe.step_skipped:
             # Stages of one pipeline have seen the same tokens: only different data is added up.
-            add = getattr(self.trainer.strategy, "sum_over_data", None)
-            counts = add(self._counts) if add else self.trainer.strategy.reduce(self._counts, reduce_op="sum")
-            self.update_selection_biases(counts)
-            self._counts = None
+            self.update_selection_biases(self._moe.sum_over_data(counts))
 
     def update_selection_biases(self, counts: Tensor) -> None:
         """One step of the loss-free balancing.
@@ -420,6 +448,92 @@ class OLMoE(StoredModel):
                 moe = blocks[layer].moe
                 assert moe is not None
                 moe.router.update_selection_bias(layer_counts)
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[Continuation]:
+        """Give the beginning of each row to the model and let it go on, as :attr:`generation` says.
+
+        No row becomes longer than the model's ``max_seq_len``. Under expert parallelism every rank runs as many forward
+        passes as the one with the most of them; in a pipeline all ranks return the same.
+
+        Returns:
+            One :class:`~olmoe_lightning.model.generation.Continuation` per row that has a prompt, on the CPU.
+        """
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        eos_id = None if tokenizer is None else int(tokenizer.eos_id)
+        return self._writer().continue_rows(batch, self.generation, eos_id, self.generation.seed + batch_idx)
+
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        eos_id: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue prompts, int64 [B, S] to [B, S + new]; see :func:`olmoe_lightning.model.generation.generate`.
+
+        Under expert parallelism all ranks call it together, with the same number of new tokens; it does not end early
+        there, because the others would wait. All ranks of a pipeline call it with the same prompts and get the same.
+        """
+        return self._writer().generate(prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
+
+    def _writer(self) -> Writer:
+        moe = self._moe
+        pipeline = moe.pipeline if moe is not None else None
+        if self._staged and pipeline is None:
+            raise RuntimeError("the layers of this model are in several processes; text is written inside the Trainer")
+        return Writer(self.built(), moe.mesh if moe is not None else Mesh.single(), pipeline if self._staged else None)
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A module from a checkpoint: a sharded directory of :class:`~olmoe_lightning.MoEStrategy`, or a file.
+
+        Files are loaded as Lightning does it. A directory is read into this process alone, onto the device
+        ``map_location`` (by default the CPU), and without trust unless ``weights_only=False``; ``hparams_file`` is not
+        for directories. Keyword arguments are hyperparameters that win over the checkpoint's.
+
+        Raises:
+            UserError: the directory is no sharded checkpoint, is damaged, or holds another network.
+        """
+        if isinstance(checkpoint_path, str | os.PathLike) and Path(checkpoint_path).is_dir():
+            path = Path(checkpoint_path)
+            return load_directory(cls, path, map_location, hparams_file, strict, weights_only, kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the tokenizer too: a checkpoint alone is enough to write text."""
+        if self._tokenizer is not None:
+            checkpoint["tokenizer"] = self._tokenizer
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the weights of another network."""
+        self._loaded = checkpoint.get("hyper_parameters", {})
+        self._tokenizer = self._tokenizer or checkpoint.get("tokenizer")
+        refuse_other_network(self.config, self._loaded)
+
+    @override
+    def on_train_start(self) -> None:
+        """After a resume, say which settings came with the optimizer's state although others were asked for."""
+        message = restored_settings(vars(self), self._loaded) if self.trainer.global_step else ""
+        if message:
+            rank_zero_warn(message)
 
 
 def _resolve(config: ModelConfig | str | dict[str, Any], overrides: dict[str, Any] | None) -> ModelConfig:

@@ -1,48 +1,67 @@
-"""MoEStrategy: expert parallelism and a sharded optimizer under Lightning's Trainer.
+"""MoEStrategy: expert parallelism, pipelines and a sharded optimizer under Lightning's Trainer.
 
-The file ties Lightning's hooks to the mechanics in ``parallel/`` and to the plugins; it computes nothing itself.
+All of Lightning's hooks, in the order in which it calls them. Each hands on to a part in ``training/`` that owns its
+state; the file computes nothing itself.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
+from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device, reset_seed, trainer_of
+from olmoe_lightning.checkpoint.full import full_optimizer_state, full_state_dict
+from olmoe_lightning.checkpoint.manifest import build_manifest
+from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel import Mesh
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
-from olmoe_lightning.parallel.pipeline.stages import find_schedule
-from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
+from olmoe_lightning.parallel.ownership import Ownership
+from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, Sums
+from olmoe_lightning.parallel.pipeline.stages import StageMap
+from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.plugins.comm.base import CommPlugin
-from olmoe_lightning.training.checks import reads_weights_between_steps, refuse_callbacks, refuse_dtypes
-from olmoe_lightning.training.experts import is_expert
-from olmoe_lightning.training.saver import CheckpointStrategy
+from olmoe_lightning.plugins.comm.capacity import DropCounters
+from olmoe_lightning.plugins.precision.base import weight_dtype
+from olmoe_lightning.training.checks import (
+    fused_max_norm,
+    most_batches,
+    reads_weights_between_steps,
+    refuse_callbacks,
+    refuse_dtypes,
+    refuse_manual_optimization,
+    refuse_scaler,
+)
+from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
+from olmoe_lightning.training.loader import Loader, read_directory
+from olmoe_lightning.training.patches import Patches
+from olmoe_lightning.training.pipeline import Pipeline
+from olmoe_lightning.training.processes import Launcher, Processes
+from olmoe_lightning.training.saver import SavedRun, Saver
+from olmoe_lightning.training.step import NonFiniteError, OptimizerStep, Run
 
-log = logging.getLogger(__name__)
+__all__ = ["MoEStrategy", "NonFiniteError"]
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was not finite, and the strategy was told to stop at that."""
-
-
-class MoEStrategy(CheckpointStrategy):
+class MoEStrategy(ParallelStrategy):
     """Trains any LightningModule in several processes: experts on their ranks, the optimizer sharded over all.
 
     ``training_step`` returns a mean loss, or ``{"loss": mean, "num_tokens": n}``; the gradient is that of the mean over
@@ -69,7 +88,7 @@ class MoEStrategy(CheckpointStrategy):
         overlap_grad_reduce: sum gradients over the processes while the backward pass still runs.
         overlap_param_gather: let the updated weights arrive while the next forward pass already runs. It happens only
             where nothing can read the weights in between.
-        bucket_megabytes: size of the pieces in which gradients and weights travel, of fp32 gradients.
+        bucket_megabytes: size of the buckets in which gradients and weights travel, of fp32 gradients.
         log_grad_norm: log ``grad_norm`` and ``skipped_steps`` at each optimizer step.
         state_dict_type: ``sharded`` checkpoints are directories to which every process writes its own part, and which
             load on any topology; ``full`` ones are files of Lightning's usual kind, joined in the memory of rank 0.
@@ -86,7 +105,7 @@ class MoEStrategy(CheckpointStrategy):
         precision_plugin: set by the Trainer.
 
     Raises:
-        ValueError: an argument is out of range.
+        UserError: an argument is out of range.
     """
 
     strategy_name = "moe"
@@ -120,18 +139,6 @@ class MoEStrategy(CheckpointStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            pipeline_parallel_size,
-            schedule,
-            num_microbatches,
-            stages_per_rank,
-            pipeline_split,
-            comm=comm,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-            on_save_error=on_save_error,
-            expert_parallel_size=expert_parallel_size,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -142,250 +149,269 @@ class MoEStrategy(CheckpointStrategy):
             raise UserError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
         if bucket_megabytes <= 0:
             raise UserError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
+        self.num_nodes = 1
+        """Set by the Trainer."""
+        self.expert_parallel_size = expert_parallel_size
+        self.pipeline_parallel_size = pipeline_parallel_size
         self.shard_optimizer = shard_optimizer
-        self.on_non_finite = on_non_finite
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.bucket_megabytes = bucket_megabytes
         self.log_grad_norm = log_grad_norm
-        self.grad_norm: float | None = None
-        """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
-        self.step_skipped = False
-        """Whether the last optimizer step was skipped."""
-        self._sync = True
-        self._step_open = False
-        self._loss_sum: Tensor | None = None
-        self._pipelined = False  # the schedule of a pipeline has made the gradients of this batch
-        self._gather_at_once = True
-        self._folded = False
-        self._fitted: LightningModule | None = None  # whose optimizer `sharded` is
+        self.timeout = timeout
+        self._processes = Processes(
+            pipeline_parallel_size, expert_parallel_size, process_group_backend, timeout, self._is_interrupted
+        )
+        self._pipeline = Pipeline(pipeline_parallel_size, schedule, num_microbatches, stages_per_rank, pipeline_split)
+        self._experts = PlacedExperts(comm)
+        self._step = OptimizerStep(on_non_finite)
+        self._saver = Saver(state_dict_type, async_save, on_save_error)
+        self._loader = Loader()
+        self._patches = Patches()
+
+    # ------------------------------------------------------------------------------------------ the Trainer is made
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives distributed samplers only to strategies that say so; one process needs none."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def set_world_ranks(self) -> None:
+        """Tell environment and rank-zero helpers the global rank."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        utilities_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._processes.shape(self.num_nodes * self.num_processes)  # refused before a process is started
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self._before_launch)
+
+    # ------------------------------------------------------------------------------------------ a run begins
+
+    def _before_launch(self, trainer: Trainer) -> None:
+        """A run is asked for; Lightning has not yet looked for the last checkpoint."""
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            self._saver.clean_folders(getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """Refuse what cannot work before any process is started."""
         super().connect(model)
-        if not model.automatic_optimization:
-            raise MisconfigurationException(
-                "MoEStrategy sums, divides and clips gradients itself, which needs automatic optimization; remove "
-                "`self.automatic_optimization = False`, or take Lightning's `ddp` strategy for manual optimization"
-            )
+        self._pipeline.plan(model)
+        self._experts.check(model, self.expert_parallel_size, self.root_device)
+        refuse_manual_optimization(model)
 
-    # ---------------------------------------------------------------------------------------------- setup
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._processes.join(self.cluster_environment, self.world_size, self.root_device)
+
+    def place_experts(self, module: nn.Module) -> int:
+        """Keep the own experts of each MoE layer in ``module`` and connect it with the others'.
+
+        Called by the strategy on the whole LightningModule; a module may call it earlier, in ``configure_model``, while
+        its weights are still on the meta device, so that no process ever holds all experts.
+
+        Returns:
+            Global index of the first own expert of the last layer (0 without layers).
+
+        Raises:
+            UserError: the experts cannot be shared evenly.
+        """
+        return self._experts.place(module, self.mesh.expert, self.root_device, weight_dtype(self.precision_plugin))
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        module = self.lightning_module
-        assert module is not None
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
-        self._open_save_group()
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting or self._fitted is not module:
-            self._close_optimizer()
-        if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
-        self.place_experts(module)
-        self.model_to_device()
-        self._equalise(module)
-        values = {parameter: parameter.data for parameter in module.parameters()} if fitting else {}
-        self.model = self.precision_plugin.convert_module(self.model)
-        self._build_pipeline(module)
-        if fitting:
+        refuse_scaler(self.precision_plugin)
+        refuse_callbacks(trainer)
+        self._saver.open(self.mesh, self.root_device, self.timeout)
+        exact = self._place_model()
+        if self._fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            narrowed = {p: value for p, value in values.items() if p.dtype != value.dtype}
-            self._shard(trainer, module, narrowed)
+            self._shard_optimizer(trainer, exact)
         self.setup_precision_plugin()
-        if fitting:
+        if self._fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+        self._patch(trainer)
 
-    def _refuse(self, trainer: Trainer) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None or self.precision_plugin.precision == "16-true":
-            raise MisconfigurationException(
-                f"precision {self.precision_plugin.precision!r} needs a gradient scaler, whose decisions would differ "
-                "between processes; use plugins=[BF16Precision()] or precision='bf16-mixed', which need none"
-            )
-        refuse_callbacks(trainer)
-
-    def _equalise(self, module: nn.Module) -> None:
-        """All replicas start from the values of the first one."""
-        for parameter in module.parameters():
-            axis = self.mesh.expert_replica if is_expert(parameter) else self.mesh.data
-            axis.broadcast(parameter.data)
-        self._equalise_buffers(module)
-
-    def _shard(self, trainer: Trainer, module: LightningModule, values: Mapping[nn.Parameter, Tensor]) -> None:
-        self._step_open, self._loss_sum, self._fitted = False, None, module
-        if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
-            return
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        refuse_dtypes(self.optimizers[0], names)
-        self.sharded = ShardedOptimizer(
-            self.optimizers[0],
-            names,
-            self.mesh,
-            is_expert,
-            shard=self.shard_optimizer,
-            overlap_reduce=self.overlap_grad_reduce,
-            values=values,
-            bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
-            attach_grads=self.stage_map is not None and find_schedule(self.stage_map.schedule).splits_backward,
-        )
-        self._waits = WeightWaits(module, self.sharded.bucket_of())
-        self._gather_at_once = not self.overlap_param_gather or reads_weights_between_steps(trainer, module)
-        # Lightning advances the schedule after each optimizer step, a skipped one too. Epochs pass all the same.
-        step = module.lr_scheduler_step
-
-        def unless_skipped(scheduler: Any, metric: Any | None) -> None:
-            per_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in self.lr_scheduler_configs)
-            if per_epoch or not self.step_skipped:
-                step(scheduler, metric)
-
-        module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
-
-    @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        # Trainer(gradient_clip_val=...) ends in these two, for stock and custom plugins alike.
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+    def _place_model(self) -> dict[nn.Parameter, Tensor]:
+        """Give each process its part, with equal values; the fp32 values of what becomes narrower then."""
+        assert self.model is not None
+        if self._fitting or (self.sharded is not None and self.sharded.ownership.module is not self._module):
+            self._step.forget_run()
+        if self._fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self.place_experts(self._module)
+        self.model_to_device()
+        self.ownership().equalise()
+        exact = {parameter: parameter.data for parameter in self._module.parameters()} if self._fitting else {}
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._pipeline.build(self._module, self.mesh.pipeline, self.root_device)
+        return {parameter: value for parameter, value in exact.items() if parameter.dtype != value.dtype}
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
 
-    # ---------------------------------------------------------------------------------------------- optimizer step
+    def _shard_optimizer(self, trainer: Trainer, exact: Mapping[nn.Parameter, Tensor]) -> None:
+        """Move the optimizer onto shards, and begin the steps of a fit."""
+        if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
+            return
+        (optimizer, *_), module, ownership = self.optimizers, self._module, self.ownership()
+        refuse_dtypes(optimizer, ownership)
+        sharded = ShardedOptimizer(
+            optimizer,
+            ownership,
+            shard=self.shard_optimizer,
+            overlap_reduce=self.overlap_grad_reduce,
+            values=exact,
+            bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
+            attach_grads=self._pipeline.splits_backward,
+        )
+        run = Run(
+            sharded,
+            WeightWaits(module, sharded.bucket_of()),
+            gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
+            max_norm=partial(fused_max_norm, trainer, module),
+            before_update=self.finish_copy,
+            global_step=lambda: trainer.global_step,
+        )
+        self._step.begin_run(run)
+        self.ownership().refuse_two_owners()
+
+    def _patch(self, trainer: Trainer) -> None:
+        self._patches.undo()
+        self._patches.clip(self.precision_plugin, self._step.clip_by_norm, self._step.clip_by_value)
+        self._patches.step_schedules(self._module, self._advances)
+        for callback in trainer.checkpoint_callbacks if self.async_save else ():
+            self._patches.count_as_existing(callback, self._is_queued)
+
+    def _advances(self, scheduler: Any) -> bool:
+        """Lightning advances a schedule after each step, a skipped one too. Epochs pass all the same."""
+        per_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in self.lr_scheduler_configs)
+        return per_epoch or not self.step_skipped
+
+    def _is_queued(self, path: Any) -> bool:
+        return self.reduce_boolean_decision(self._saver.is_queued(path), all=False)
+
+    # ------------------------------------------------------------------------------------------ a checkpoint is read
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.finish_saves()
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            return read_directory(path, weights_only, self._fitting)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.wait_for_weights()
+        if not self._fitting:
+            self._step.forget_run()  # of an earlier fit: its masters are not those of the weights that come now
+        self._loader.load_model(checkpoint, strict, self.training_state(), self._fitting)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        skipped = self._loader.load_progress(checkpoint, self.mesh, self.root_device)
+        if skipped is not None:
+            self._step.skipped_steps = skipped
+        if self.sharded is not None:
+            self._loader.load_optimizer(checkpoint, self.sharded)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
+
+    # ------------------------------------------------------------------------------------------ data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The data rank: processes that hold stages of one pipeline see the same samples."""
+        return {"num_replicas": self.mesh.data.size, "rank": self.mesh.data.rank}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        check_batches(dataloader, most_batches(self._module.trainer), self.mesh, self.root_device)
+        return dataloader
+
+    # ------------------------------------------------------------------------------------------ an optimizer step
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._saver.raise_failed()
+        self._loader.begin_batch(batch_idx, self.mesh, self.root_device)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate: gradients stay here until the last backward pass of the step."""
-        self._sync = False
-        try:
+        with self._step.accumulating():
             yield
-        finally:
-            self._sync = True
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._waits is not None:
-            self._waits.begin_forward()
-        self._pipelined = False
+        self._step.begin_forward()
         output = super().training_step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if self.sharded is None:
-            return output
-        if not isinstance(loss, Tensor):  # Lightning knows what to say to that, or skips this microbatch
-            if self._sync and self._step_open:
-                self.sharded.begin_backward(sync=True)
-                self._finish_gradients()
-            return output
-        tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
-        if tokens is None:
-            tokens = 1
-        if self.pipeline is not None and not self._pipelined:
-            raise RuntimeError(
-                f"{type(self.lightning_module).__name__}.training_step did not call "
-                "self.trainer.strategy.pipeline_step, so that the stages made no gradients"
-            )
-        count = torch.as_tensor(tokens, device=loss.device)
-        self._loss_sum = loss * count.to(loss.dtype)
-        self.sharded.add_loss(loss, count)
+        self._step.end_forward(output, staged=self.pipeline is not None)
         return output
+
+    def pipeline_step(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
+        """Send a batch through all stages; in training, back as well. Every rank of the pipeline has the same batch.
+
+        Args:
+            first: input of the first stage, [B, ...].
+            batch: what the stages and the loss may look at, each [B, ...].
+
+        Returns:
+            The sums of ``pipeline_loss`` over the batch, fp64 [], the same on all ranks of the pipeline.
+
+        Raises:
+            UserError: the rows cannot be cut into microbatches.
+            RuntimeError: there is no pipeline.
+        """
+        pipeline = self._pipeline.built("pipeline_step")
+        if not (self._module.training and torch.is_grad_enabled()):
+            return pipeline.evaluate(first, batch)
+        self._step.begin_pipeline()
+        return pipeline.train(first, batch)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagate the sum over tokens; the division comes once, at the end of the step."""
-        if self.sharded is None or self._loss_sum is None:
+        if not self._step.begin_backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module = self.lightning_module
-        assert module is not None
-        loss_sum, self._loss_sum = self._loss_sum, None
-        if not self._pipelined:
-            self._open_step()
-            self.sharded.begin_backward(self._sync)
-        self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._pipelined:  # else the schedule has made the gradients already
-            self.precision_plugin.backward(loss_sum, module, optimizer, *args, **kwargs)
-        if self._waits is not None:
-            self._waits.end_backward()
-        if self._sync:
-            self._finish_gradients()
-        return self.precision_plugin.post_backward(closure_loss, module)
-
-    def _open_step(self) -> None:
-        """The first backward pass of an optimizer step starts it."""
-        assert self.sharded is not None
-        if not self._step_open:
-            self.sharded.begin_step()
-            self._step_open = True
-
-    @override
-    def _before_pipeline_backward(self) -> None:
-        self._pipelined = True
-        if self.sharded is not None:
-            self._open_step()
-            self.sharded.begin_backward(sync=False)
-
-    def _finish_gradients(self) -> None:
-        assert self.sharded is not None
-        self._step_open = False
-        result = self.sharded.finish_backward()
-        self.finish_copy()  # the optimizer is about to change what may still be copied
-        self.grad_norm = result.grad_norm
-        self.step_skipped = not result.finite
-        if not result.finite:
-            self._handle_non_finite(result)
-            self.sharded.drop_grads()
-        else:
-            self.sharded.assign_grads(self._folded_clip())
-
-    def _handle_non_finite(self, result: StepResult) -> None:
-        assert self.sharded is not None
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        what = (
-            f"the loss of {result.bad_losses} microbatches was not finite"
-            if result.bad_losses
-            else f"the global gradient norm is {result.grad_norm}"
-        )
-        if self.on_non_finite == "raise":
-            bad = self.sharded.non_finite_parameters()
-            found = f"; not finite on {self.mesh}: {', '.join(bad[:5]) or 'nothing'}"
-            raise NonFiniteError(f"optimizer step {trainer.global_step}: {what}{found}. Nothing was changed by it.")
-        self.skipped_steps += 1
-        rank_zero_warn(
-            f"Skipped optimizer step {trainer.global_step} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
-            "schedule and router biases are as before it."
-        )
-
-    def _folded_clip(self) -> float | None:
-        """The norm to clip to, where division and clipping can be one multiplication: nobody looks in between."""
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
-        looks = any(is_overridden("on_before_optimizer_step", c) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        looks = looks or is_overridden("on_before_optimizer_step", module)
-        looks = looks or is_overridden("on_after_backward", module)
-        own = is_overridden("configure_gradient_clipping", module)
-        by_norm = (trainer.gradient_clip_algorithm or "norm") == "norm"
-        self._folded = bool(trainer.gradient_clip_val) and by_norm and not looks and not own
-        return float(trainer.gradient_clip_val) if self._folded else None  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.sharded is None or self._folded or self.step_skipped or self.grad_norm is None:
-            return
-        coefficient = min(clip_val / (self.grad_norm + 1e-6), 1.0)
-        torch._foreach_mul_(self.sharded.gradients(), coefficient)
-
-    @torch.no_grad()
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.sharded is not None:
-            for gradient in self.sharded.gradients():
-                gradient.clamp_(-clip_val, clip_val)
+        self.precision_plugin.pre_backward(closure_loss, self._module)
+        loss = self._step.take_loss()
+        if loss is not None:
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+        self._step.end_backward()
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
     def optimizer_step(
@@ -396,19 +422,13 @@ class MoEStrategy(CheckpointStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.sharded is None:
-            return result
-        self.sharded.check_groups()
-        if not self.step_skipped:
-            self.sharded.start_gather()
-            if self._gather_at_once:
-                self.wait_for_weights()
-        if self.log_grad_norm and self.lightning_module is not None and self.grad_norm is not None:
-            self.lightning_module.log("grad_norm", self.grad_norm)
-            self.lightning_module.log("skipped_steps", float(self.skipped_steps))
+        self._step.after_update()
+        if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
+            self._module.log("grad_norm", self.grad_norm)
+            self._module.log("skipped_steps", float(self.skipped_steps))
         return result
 
-    # ---------------------------------------------------------------------------------------------- other loops
+    # ------------------------------------------------------------------------------------------ other loops
 
     @override
     def on_validation_start(self) -> None:
@@ -422,29 +442,262 @@ class MoEStrategy(CheckpointStrategy):
     def on_predict_start(self) -> None:
         self._settle()
 
+    def pipeline_forward(self, first: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Send a batch through all stages, without gradients; for ``predict_step`` above all.
+
+        Args:
+            first: as in :meth:`pipeline_step`.
+            batch: as in :meth:`pipeline_step`.
+
+        Returns:
+            What the last stage makes of the batch, with shape and dtype of ``pipeline_hidden``, on every rank of the
+            pipeline.
+
+        Raises:
+            RuntimeError: there is no pipeline.
+        """
+        return self._pipeline.forward(first, batch)
+
+    # ------------------------------------------------------------------------------------------ a checkpoint is written
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The own part of this process; of ``full`` checkpoints all experts, in fp32 if trained, on rank 0."""
+        if self._processes.interrupted:
+            return self._module.state_dict()
+        self._settle()
+        return full_state_dict(self.ownership(), self.sharded) if self._saver.full else self._module.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self._saver.full:
+            return {}
+        if self.sharded is None:
+            return super().optimizer_state(optimizer)
+        return {} if self._processes.interrupted else full_optimizer_state(self.sharded)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._processes.interrupted:
+            self._saver.refuse(filepath)
+        elif self._saver.full:
+            write = partial(super().save_checkpoint, storage_options=storage_options)
+            self._saver.save_file(checkpoint, filepath, self._saved_run(), write)
+        else:
+            self._settle()
+            self._saver.save_directory(checkpoint, filepath, storage_options, self._saved_run())
+
+    def _saved_run(self) -> SavedRun:
+        trainer = self._module.trainer
+        fitting = self._fitting and trainer.state.status == TrainerStatus.RUNNING
+        return SavedRun(
+            self.training_state(), self.skipped_steps, fitting, lambda: build_manifest(trainer, self._module)
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete an old one; not if the save that was to replace it has failed."""
+        self._saver.remove(filepath, super().remove_checkpoint)
+
+    # ------------------------------------------------------------------------------------------ a run ends
+
     @override
     def on_train_end(self) -> None:
-        super().on_train_end()
+        self._experts.report_drops(self.mesh)
         self._settle()
         self.finish_saves()
 
-    # ---------------------------------------------------------------------------------------------- the end
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._processes.end_children(exception, self.launcher)
 
     @override
     def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            vars(module).pop("lr_scheduler_step", None)
-            if any(parameter.is_meta for parameter in module.parameters()):
-                self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
-        if self._waits is not None:
-            self._waits.close()
-            self._waits = None
-        if self.sharded is not None and not self._interrupted:
-            if hasattr(self.precision_plugin, "param_dtype"):
-                # The plugin's module leaves with its masters: a second fit must not start from rounded weights.
-                for parameter, value in self.sharded.local_masters().items():
-                    parameter.data = value
-            self.sharded.close()
-        self._close_saves()
+        module, interrupted = self.lightning_module, self._processes.interrupted
+        self._patches.undo()
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
+        if self.sharded is not None and not interrupted and weight_dtype(self.precision_plugin) is not None:
+            # The plugin's module leaves with its masters: a second fit must not start from rounded weights.
+            for parameter, value in self.sharded.local_masters().items():
+                parameter.data = value
+        self._step.close_run(wait=not interrupted)
+        self._saver.close(interrupted)
+        self._experts.close(module)
         super().teardown()
+
+    # ------------------------------------------------------------------------------------------ collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._processes.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._processes.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Sum or average over all processes; the same value on each.
+
+        Args:
+            tensor: what is not a tensor is returned as it is.
+            group: a process group in place of all.
+            reduce_op: ``mean``, ``avg``, ``sum``, or an operation of ``torch.distributed``.
+        """
+        return self._processes.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._processes.answering else tensor
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """Sum over the processes that see different samples; those of one pipeline see the same ones.
+
+        Args:
+            tensor: the same shape on each; integers too.
+
+        Returns:
+            A new tensor, the same on every process.
+        """
+        return self._processes.sum_over_data(tensor)
+
+    # ------------------------------------------------------------------------------------------ for modules, callbacks
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this process stands; there is one from the start of fit, validate, test or predict on."""
+        return self._processes.mesh
+
+    @property
+    def stage_map(self) -> StageMap | None:
+        """Which layers are where; ``None`` without a pipeline."""
+        return self._pipeline.stage_map
+
+    @property
+    def pipeline(self) -> PipelineRunner | None:
+        """The stages of this process, once the model is set up."""
+        return self._pipeline.runner
+
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline."""
+        return self._pipeline.schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the pipeline."""
+        return self._pipeline.num_microbatches
+
+    @property
+    def comm(self) -> str | CommPlugin:
+        """As it was asked for."""
+        return self._experts.comm
+
+    @property
+    def on_non_finite(self) -> Literal["skip", "raise"]:
+        """As it was asked for."""
+        return self._step.on_non_finite
+
+    @property
+    def state_dict_type(self) -> Literal["sharded", "full"]:
+        """Of the next checkpoint; may be changed."""
+        return self._saver.state_dict_type
+
+    @state_dict_type.setter
+    def state_dict_type(self, value: Literal["sharded", "full"]) -> None:
+        self._saver.state_dict_type = value
+
+    @property
+    def async_save(self) -> bool | Literal["overlap"]:
+        """As it was asked for."""
+        return self._saver.async_save
+
+    @property
+    def sharded(self) -> ShardedOptimizer | None:
+        """The optimizer's mechanics while fitting."""
+        return self._step.sharded
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
+        return self._step.grad_norm
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self._step.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped because something was not finite."""
+        return self._step.skipped_steps
+
+    @property
+    def comm_plugins(self) -> list[CommPlugin]:
+        """Those in use: one, or one for each size of MoE layers."""
+        return self._experts.plugins
+
+    def own_drops(self) -> dict[str, dict[str, Tensor]]:
+        """What each plugin dropped of this process' tokens: copies of its counters by name, on the device."""
+        return self._experts.own_drops()
+
+    def sum_of_drops(self, own: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Add up counters, as :meth:`own_drops` gives them, over all processes, fp64 on the CPU; collective."""
+        return self._experts.sum_of_drops(own, self.mesh)
+
+    drop_rates = staticmethod(DropCounters.rates)
+
+    def ownership(self) -> Ownership:
+        """Which processes hold each tensor of the module, and under which name it is saved, as of now."""
+        trained = [parameter for _, parameter, _ in self.sharded.parameters] if self.sharded is not None else []
+        return Ownership(self._module, self.mesh, expert_parameters(self._module), trained)
+
+    def training_state(self) -> TrainingState:
+        """Weights, masters and optimizer state of this process as ranges of global tensors, as of now."""
+        return TrainingState(self.ownership(), self.sharded)
+
+    def describe(self) -> str:
+        """Tables for people: who holds, changes and saves each tensor of the model that is set up; collective."""
+        updated = dict.fromkeys(self._module.parameters(), 0)
+        if self.sharded is not None:
+            for _, parameter, number in self.sharded.parameters:
+                piece = self.sharded.pieces.get(number)
+                updated[parameter] = piece.stop - piece.start if piece is not None else 0
+        return self.ownership().describe(updated)
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last optimizer step have arrived from the other processes."""
+        self._step.wait_for_weights()
+
+    def finish_copy(self) -> None:
+        """Return when weights and optimizer state may change; a save in the background may still be copying them."""
+        self._saver.finish_copy()
+
+    def finish_saves(self) -> None:
+        """Wait for saves in the background; collective.
+
+        Raises:
+            SaveError: one failed, and ``on_save_error`` is ``"raise"``.
+        """
+        self._saver.finish()
+
+    def _settle(self) -> None:
+        """Wait for copies and weights that are on their way, and make buffers equal."""
+        self.finish_copy()
+        self.wait_for_weights()
+        if self.lightning_module is not None:
+            self.ownership().equalise_buffers()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _fitting(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _is_interrupted(self) -> bool:
+        trainer = trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED

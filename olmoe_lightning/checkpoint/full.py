@@ -16,6 +16,7 @@ from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import Bucket, Piece
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 
 
@@ -80,29 +81,29 @@ def full_values(
             else:
                 part = value(sharded.pieces[index])
                 local = torch.zeros_like(parameter) if part is None else part.reshape(parameter.shape).to(parameter)
-            whole = gather_experts(local.detach(), mesh.expert) if sharded.is_expert[parameter] else local.detach()
+            whole = (
+                gather_experts(local.detach(), mesh.expert)
+                if sharded.ownership.is_expert(parameter)
+                else local.detach()
+            )
             # The first data rank of each stage has it; one of them is rank 0.
             yield name, index, whole.cpu().clone() if mesh.data.rank == 0 and whole is not None else None
 
 
-def full_state_dict(
-    module: nn.Module, mesh: Mesh, sharded: ShardedOptimizer | None, is_expert: Callable[[nn.Parameter], bool]
-) -> dict[str, Any]:
+def full_state_dict(ownership: Ownership, sharded: ShardedOptimizer | None) -> dict[str, Any]:
     """``module.state_dict()`` with all experts, and with fp32 values of what is trained; collective.
 
     Returns:
         All of it on rank 0; on the others what they hold themselves.
     """
+    module, mesh = ownership.module, ownership.mesh
     state = module.state_dict()
     narrow = sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters)
-    trained = {parameter for _, parameter, _ in sharded.parameters} if sharded is not None and narrow else set()
     aliases: dict[str, str] = {}  # tied weights have two names
-    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(parameter, name)
-        if parameter in trained:
-            aliases[name] = first
-        elif is_expert(parameter):
+        if narrow and ownership.is_trained(parameter):
+            aliases[name] = ownership.parameters[parameter]
+        elif ownership.is_expert(parameter):
             whole = gather_experts(parameter.detach(), mesh.expert)
             if whole is not None and mesh.data.rank == 0:
                 state[name] = whole
@@ -115,19 +116,18 @@ def full_state_dict(
     return state
 
 
-def local_state_dict(
-    module: nn.Module, mesh: Mesh, is_expert: Callable[[nn.Parameter], bool], state: Mapping[str, Any]
-) -> dict[str, Any]:
+def local_state_dict(ownership: Ownership, state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a single process' ``state_dict`` that this process holds.
 
     Raises:
-        ValueError: it has another number of experts than the module.
+        UserError: it has another number of experts than the module.
     """
+    module, mesh = ownership.module, ownership.mesh
     parameters = dict(module.named_parameters(remove_duplicate=False))
     here = module.state_dict().keys()
     return {
         name: local_experts(value, mesh.expert, parameters[name].shape[0])
-        if name in parameters and is_expert(parameters[name])
+        if name in parameters and ownership.is_expert(parameters[name])
         else value
         for name, value in state.items()
         if mesh.pipeline.size == 1 or name in here  # the others belong to other stages
@@ -147,12 +147,16 @@ def full_gradients(sharded: ShardedOptimizer) -> dict[str, Tensor]:
 
 
 def of_all_stages(mesh: Mesh, own: dict[str, Any]) -> dict[str, Any]:
-    """Join what the stages of a pipeline have by name, on rank 0; empty elsewhere; collective."""
+    """Join what the stages of a pipeline have by name, on rank 0; empty elsewhere; collective.
+
+    What several stages hold is the first one's.
+    """
     if mesh.pipeline.size == 1:
         return own
-    found: list[dict[str, Any]] | None = [{} for _ in mesh.pipeline.ranks] if mesh.pipeline.rank == 0 else None
-    dist.gather_object(own, found, dst=mesh.pipeline.ranks[0], group=mesh.pipeline.group)
-    return {name: item for part in found or [] for name, item in part.items()} if mesh.rank == 0 else {}
+    joined: dict[str, Any] = {}
+    for part in mesh.pipeline.gather_objects(own):
+        joined = {**joined, **{name: item for name, item in part.items() if name not in joined}}
+    return joined if mesh.rank == 0 else {}
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -221,10 +225,7 @@ def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         for key, item in state.items():
             if kinds.get(key) != "tensor":
                 kinds[key] = _kind(item, sharded.pieces[index])
-    everyones: list[dict[str, str]] = [kinds]
-    if sharded.mesh.world.size > 1:
-        everyones = [{} for _ in range(sharded.mesh.world.size)]
-        dist.all_gather_object(everyones, kinds)
+    everyones = sharded.mesh.world.all_gather_objects(kinds)
     kinds = dict(sorted((pair for each in everyones for pair in each.items()), key=lambda pair: pair[1] == "tensor"))
 
     count = len(sharded.parameters)
@@ -270,24 +271,13 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
     for key, entries in saved["state"].items():
         name = key if isinstance(key, str) else names[key] if key in names else _name_of(sharded, int(key))
         state_by_name[name] = entries
-    options = group_options(sharded, saved["param_groups"])
-    local_ids: dict[nn.Parameter, int] = {}
-    for group in sharded.optimizer.param_groups:
-        for master in group["params"]:
-            local_ids[master] = len(local_ids)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[nn.Parameter, dict[str, Any]] = {}
     for name, parameter, index in sharded.parameters:
         piece = sharded.pieces.get(index)
         if piece is not None and name in state_by_name:
             entries = state_by_name[name]
-            state[local_ids[piece.master]] = {
-                key: _slice(item, parameter, piece, sharded) for key, item in entries.items()
-            }
-    groups = [
-        {**saved_group, "params": [local_ids[master] for master in group["params"]]}
-        for saved_group, group in zip(options, sharded.optimizer.param_groups, strict=True)
-    ]
-    sharded.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            state[piece.master] = {key: _slice(item, parameter, piece, sharded) for key, item in entries.items()}
+    sharded.load_state(state, group_options(sharded, saved["param_groups"]))
 
 
 def _name_of(sharded: ShardedOptimizer, number: int) -> str:
@@ -357,6 +347,6 @@ def _slice(item: Any, parameter: nn.Parameter, piece: Piece, sharded: ShardedOpt
         or item.shape[1:] != parameter.shape[1:]
     ):
         return item
-    if sharded.is_expert[parameter]:
+    if sharded.ownership.is_expert(parameter):
         item = local_experts(item, sharded.mesh.expert, parameter.shape[0])
     return item.reshape(-1)[piece.start : piece.stop].view(piece.master.shape).clone()

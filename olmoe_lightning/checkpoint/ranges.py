@@ -6,7 +6,6 @@ its first dimension. Flattened, what a process holds of it is one range: buckets
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,58 +15,24 @@ from torch import Tensor, nn
 from olmoe_lightning.checkpoint.meta import MODEL
 from olmoe_lightning.checkpoint.sharded import Fragment
 from olmoe_lightning.parallel.buffers import Bucket, Piece
-from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.parallel.mesh import Axis
+from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 
 OPTIMIZER = "optimizer."
 
 
 class TrainingState:
-    """One process' view of it.
+    """What one process writes and reads of it.
 
     Args:
-        module: with the layers and experts of this process.
-        mesh: the processes.
-        sharded: its optimizer, if it trains.
-        is_expert: whether a parameter is a shard of the experts.
+        ownership: of the module's tensors.
+        sharded: the optimizer, if the module trains.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: Mesh,
-        sharded: ShardedOptimizer | None,
-        is_expert: Callable[[nn.Parameter], bool],
-    ) -> None:
-        self.module = module
-        self.mesh = mesh
+    def __init__(self, ownership: Ownership, sharded: ShardedOptimizer | None) -> None:
+        self.ownership = ownership
         self.sharded = sharded
-        self.is_expert = is_expert
-        self.tensors: dict[str, Tensor] = {}
-        """Parameters and kept buffers of this process by name; tied ones under their first name."""
-        self.aliases: dict[str, str] = {}
-        """Second names of tied tensors."""
-        self.other: dict[str, Any] = {}
-        """What a module makes for its ``state_dict`` and takes back from it: extra state, values from hooks."""
-        self._names: dict[int, str] = {}
-        held = {id(value) for value in (*module.parameters(), *module.buffers())}
-        for name, value in module.state_dict(keep_vars=True).items():
-            if id(value) not in held:
-                self.other[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-            elif id(value) in self._names:
-                self.aliases[name] = self._names[id(value)]
-            elif value.numel():
-                self._names[id(value)] = name
-                self.tensors[name] = value
-        for name, parameter, _ in sharded.parameters if sharded is not None else ():
-            if id(parameter) not in self._names:  # a module may leave it out of its state; its moments need a name
-                self._names[id(parameter)] = name
-                if parameter.numel():
-                    self.tensors[name] = parameter
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Global shape of each tensor of this process."""
-        return {name: self._global_shape(value) for name, value in self.tensors.items()}
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -76,16 +41,11 @@ class TrainingState:
         # After the run the parameters are on their own: the masters' values, or what was put there since.
         over = self.sharded is not None and self.sharded.closed
         found = self._pieces_to_write(MODEL, lambda piece, parameter: _own_values(piece, parameter, over))
-        trained = self._trained()
-        for name, value in self.tensors.items():
-            if id(value) not in trained:
+        for name, value in self.ownership.tensors.items():
+            if not self.ownership.is_trained(value):
                 whole = _flat(value.detach())
-                found.append(self._own_part(MODEL + name, value, whole, 0, self._replicas(value)))
+                found.append(self._own_part(MODEL + name, value, whole, 0, self.ownership.replicas(value)))
         return found
-
-    def trained_names(self) -> set[str]:
-        """Of the tensors that the optimizer changes."""
-        return {self._names[number] for number in self._trained()}
 
     def optimizer_to_write(self) -> tuple[list[Fragment], dict[str, dict[str, Any]], list[str]]:
         """What this process writes of the optimizer's state: ranges, scalars by parameter and key; and what it cannot.
@@ -109,14 +69,19 @@ class TrainingState:
             return copy if copy.ndim else numbers.setdefault((copy.dtype, copy.item()), copy)
 
         for _, parameter, index in self.sharded.parameters:
-            name = self._names[id(parameter)]
+            name = self.ownership.name(parameter)
             piece = self.sharded.pieces.get(index)
             for key, item in state.get(piece.master, {}).items() if piece is not None else ():
                 assert piece is not None
                 if is_range(item, piece.master):
                     keys[key] = None
                     continue
-                if isinstance(item, Tensor) and item.ndim and self._spread(parameter) and self.mesh.expert.size > 1:
+                if (
+                    isinstance(item, Tensor)
+                    and item.ndim
+                    and self.ownership.is_expert(parameter)
+                    and self.ownership.mesh.expert.size > 1
+                ):
                     problems.append(f"{key} of {name} has the shape {list(item.shape)}, not that of the parameter")
                 scalars.setdefault(name, {})[key] = kept(item)
         for key in keys:
@@ -141,7 +106,7 @@ class TrainingState:
             if piece is None or value is None:
                 continue
             axis = self.sharded.axis_of[parameter] if index in whole else None
-            name = prefix + self._names[id(parameter)] + suffix
+            name = prefix + self.ownership.name(parameter) + suffix
             found.append(self._own_part(name, parameter, value, piece.start, axis))
         return found
 
@@ -150,7 +115,7 @@ class TrainingState:
         if axis is not None:
             begin, end = (flat.numel() * rank // axis.size for rank in (axis.rank, axis.rank + 1))
             flat, start = flat[begin:end], start + begin
-        return Fragment(name, self._size(tensor), self._first(tensor) + start, flat)
+        return Fragment(name, self.ownership.size(tensor), self.ownership.start(tensor) + start, flat)
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -158,7 +123,6 @@ class TrainingState:
         """Where values of the model are read to, and what is to be called when they are there."""
         found: list[Fragment] = []
         copies: list[tuple[Tensor, Tensor]] = []
-        trained = self._trained()
 
         def flat(value: Tensor) -> Tensor:
             """The values themselves, or a place from which they are copied in the end."""
@@ -171,12 +135,14 @@ class TrainingState:
             for _, parameter, index in self.sharded.parameters:
                 piece = self.sharded.pieces.get(index)
                 if piece is not None:
-                    name = MODEL + self._names[id(parameter)]
-                    start = self._first(parameter) + piece.start
-                    found.append(Fragment(name, self._size(parameter), start, flat(piece.master)))
-        for name, value in self.tensors.items():
-            if id(value) not in trained:
-                found.append(Fragment(MODEL + name, self._size(value), self._first(value), flat(value)))
+                    name = MODEL + self.ownership.name(parameter)
+                    start = self.ownership.start(parameter) + piece.start
+                    found.append(Fragment(name, self.ownership.size(parameter), start, flat(piece.master)))
+        for name, value in self.ownership.tensors.items():
+            if not self.ownership.is_trained(value):
+                found.append(
+                    Fragment(MODEL + name, self.ownership.size(value), self.ownership.start(value), flat(value))
+                )
 
         def finish() -> None:
             for target, source in copies:
@@ -206,42 +172,19 @@ class TrainingState:
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for _, parameter, index in self.sharded.parameters:
             piece = self.sharded.pieces.get(index)
-            name = self._names[id(parameter)]
+            name = self.ownership.name(parameter)
             if piece is None or (name not in keys and name not in scalars):
                 continue
             entries: dict[str, Any] = {}
             for key in keys.get(name, ()):
                 flat = torch.empty(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
                 entries[key] = flat.view(piece.master.shape)
-                start = self._first(parameter) + piece.start
-                fragments.append(Fragment(f"{OPTIMIZER}{name}.{key}", self._size(parameter), start, flat))
+                start = self.ownership.start(parameter) + piece.start
+                fragments.append(Fragment(f"{OPTIMIZER}{name}.{key}", self.ownership.size(parameter), start, flat))
             for key, item in scalars.get(name, {}).items():
                 entries[key] = item.clone() if isinstance(item, Tensor) else item
             state[piece.master] = entries
         return fragments, state
-
-    # ---------------------------------------------------------------------------------------------- places
-
-    def _trained(self) -> set[int]:
-        return {id(parameter) for _, parameter, _ in self.sharded.parameters} if self.sharded is not None else set()
-
-    def _spread(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) and self.is_expert(tensor)
-
-    def _replicas(self, tensor: Tensor) -> Axis:
-        return self.mesh.expert_replica if self._spread(tensor) else self.mesh.data
-
-    def _global_shape(self, tensor: Tensor) -> list[int]:
-        shape = list(tensor.shape)
-        if self._spread(tensor):
-            shape[0] *= self.mesh.expert.size
-        return shape
-
-    def _size(self, tensor: Tensor) -> int:
-        return math.prod(self._global_shape(tensor))
-
-    def _first(self, tensor: Tensor) -> int:
-        return self.mesh.expert.rank * tensor.numel() if self._spread(tensor) else 0
 
 
 def _own_values(piece: Piece, parameter: nn.Parameter, over: bool) -> Tensor:

@@ -5,9 +5,6 @@ R rows, E experts, D model width, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +25,6 @@ class Experts(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden, d_model))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_model, hidden))
-        self._mark()
 
     @torch.no_grad()
     def keep(self, first: int, count: int) -> None:
@@ -37,20 +33,6 @@ class Experts(nn.Module):
             whole = getattr(self, name)
             part = nn.Parameter(whole[first : first + count].clone(), requires_grad=whole.requires_grad)
             setattr(self, name, part)
-        self._mark()
-
-    def _mark(self) -> None:
-        for parameter in (self.w_gate_up, self.w_down):
-            parameter.is_expert = True  # type: ignore[attr-defined]  # optimizer groups and sharding ask
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        super()._apply(fn, recurse)
-        self._mark()  # moving off the meta device makes new parameters
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark()  # so does a deep copy
 
     def forward(self, rows_RD: Tensor, row_weights_R: Tensor, offsets_E: Tensor) -> Tensor:
         """Run each row through its expert and scale it by its weight.

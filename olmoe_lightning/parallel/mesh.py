@@ -79,11 +79,33 @@ class Axis:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite in place with the tensor of the axis' first process."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite in place with the tensor of one process of the axis, by default the first."""
         if self.size > 1:
-            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value of one process of the axis, on all of them."""
+        holder = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(holder, src=self.ranks[source], group=self.group)
+        return holder[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all processes in the order of the axis, on its first process; empty elsewhere."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, found, dst=self.ranks[0], group=self.group)
+        return found or []
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """The values of all processes in the order of the axis, on each of them."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
 
 
 @dataclass(frozen=True)

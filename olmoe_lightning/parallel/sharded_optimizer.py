@@ -15,7 +15,7 @@ The result does not depend on the mesh: there is no division by a number of proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Alone, Bucket, NamedParameter, Piece, make_buckets
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
-from olmoe_lightning.parallel.mesh import Mesh
+from olmoe_lightning.parallel.ownership import Ownership
 
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "SparseAdam")
 """Optimizers that look at a whole matrix, or at all parameters, and so cannot update a part of one."""
@@ -64,9 +64,7 @@ class ShardedOptimizer:
 
     Args:
         optimizer: element-wise (every option of a group applies to each element alone).
-        names: name of each parameter of the module, in the order of the forward pass.
-        mesh: the processes.
-        is_expert: whether a parameter is a shard of the experts, replicated over ``expert_replica`` alone.
+        ownership: names, replicas and order of the module's parameters.
         shard: update only the own part of each bucket; ``False`` keeps the optimizer's state on every process (DDP).
         overlap_reduce: reduce buckets while the backward pass still runs.
         values: fp32 values of parameters that hold them in a narrower dtype.
@@ -82,9 +80,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        names: Mapping[nn.Parameter, str],
-        mesh: Mesh,
-        is_expert: Callable[[nn.Parameter], bool],
+        ownership: Ownership,
         shard: bool = True,
         overlap_reduce: bool = True,
         values: Mapping[nn.Parameter, Tensor] | None = None,
@@ -94,11 +90,13 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.closed = False
         """Whether the run is over."""
-        self.mesh = mesh
+        self.ownership = ownership
+        self.mesh = ownership.mesh
         self.overlap_reduce = overlap_reduce
         trained = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
         ]
+        names = ownership.parameters
         foreign = sum(parameter not in names for parameter in trained)
         if foreign:
             raise UserError(
@@ -110,10 +108,7 @@ class ShardedOptimizer:
             NamedParameter(name, parameter, index)
             for index, (parameter, name) in enumerate((p, n) for p, n in names.items() if p in chosen)
         ]
-        self.axis_of = {
-            parameter: mesh.expert_replica if is_expert(parameter) else mesh.data for _, parameter, _ in self.parameters
-        }
-        self.is_expert = {parameter: is_expert(parameter) for _, parameter, _ in self.parameters}
+        self.axis_of = {parameter: ownership.replicas(parameter) for _, parameter, _ in self.parameters}
         sharding = shard and any(axis.size > 1 for axis in self.axis_of.values())
         kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NOT_ELEMENTWISE), None)
         if kind is not None and sharding:
@@ -123,7 +118,7 @@ class ShardedOptimizer:
             )
         # Gradients of a pipeline are there before Lightning clears those of the optimizer's own parameters.
         groups = make_buckets(
-            self.parameters, self.axis_of, shard, values, bucket_elements, all_flat=mesh.pipeline.size > 1
+            self.parameters, self.axis_of, shard, values, bucket_elements, all_flat=self.mesh.pipeline.size > 1
         )
         self.groups = groups
         self.buckets = [group for group in groups if isinstance(group, Bucket)]
@@ -344,6 +339,26 @@ class ShardedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def load_state(self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer its state, as its own ``load_state_dict`` takes it.
+
+        Args:
+            state: entries by master.
+            options: of each parameter group.
+        """
+        groups = self.optimizer.param_groups
+        masters = [master for group in groups for master in group["params"]]
+        number = {master: index for index, master in enumerate(masters)}
+        self.optimizer.load_state_dict(
+            {
+                "state": {number[master]: entries for master, entries in state.items()},
+                "param_groups": [
+                    {**saved, "params": [number[master] for master in group["params"]]}
+                    for saved, group in zip(options, groups, strict=True)
+                ],
+            }
+        )
 
     def numbering(self) -> Numbering:
         """The parameters' numbers in the ``state_dict`` of the optimizer as the user made it."""

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
+
+from olmoe_lightning.parallel.ownership import Ownership
+
+
+def refuse_manual_optimization(module: LightningModule) -> None:
+    """Stop at a module that calls ``backward`` and ``step`` itself.
+
+    Raises:
+        MisconfigurationException: it does.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "MoEStrategy sums, divides and clips gradients itself, which needs automatic optimization; remove "
+            "`self.automatic_optimization = False`, or take Lightning's `ddp` strategy for manual optimization"
+        )
+
+
+def refuse_scaler(precision: Precision) -> None:
+    """Stop at a precision whose scaler decides on each process for itself.
+
+    Raises:
+        MisconfigurationException: it has one.
+    """
+    if getattr(precision, "scaler", None) is not None or precision.precision == "16-true":
+        raise MisconfigurationException(
+            f"precision {precision.precision!r} needs a gradient scaler, whose decisions would differ "
+            "between processes; use plugins=[BF16Precision()] or precision='bf16-mixed', which need none"
+        )
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
@@ -20,7 +67,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
     Raises:
         MisconfigurationException: there is one.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging | BaseFinetuning):
             raise MisconfigurationException(
                 f"{type(callback).__name__} changes weights or the optimizer's parameters behind the sharded "
@@ -29,7 +76,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
             )
 
 
-def refuse_dtypes(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+def refuse_dtypes(optimizer: Optimizer, ownership: Ownership) -> None:
     """Stop at parameters that fp32 masters cannot stand for.
 
     Raises:
@@ -38,10 +85,29 @@ def refuse_dtypes(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> No
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise MisconfigurationException(
-                f"{names.get(parameter, 'a parameter')} is {parameter.dtype}, but MoEStrategy keeps gradients and "
-                "masters in float32; use float32 or bfloat16 parameters (two real ones for a complex one), or another "
-                "strategy"
+                f"{ownership.parameters.get(parameter, 'a parameter')} is {parameter.dtype}, but MoEStrategy keeps "
+                "gradients and masters in float32; use float32 or bfloat16 parameters (two real ones for a complex "
+                "one), or another strategy"
             )
+
+
+def most_batches(trainer: Trainer) -> float:
+    """The largest number of batches that a loader may be asked for, whichever it is."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    names = ("train", "val") if fitting else ("val", "test", "predict")
+    limits = [getattr(trainer, f"limit_{name}_batches") for name in names]
+    return max((limit if isinstance(limit, int) else float("inf") for limit in limits), default=float("inf"))
+
+
+def fused_max_norm(trainer: Trainer, module: LightningModule) -> float | None:
+    """The norm to clip to, where division and clipping can be one multiplication: nothing looks in between."""
+    looks = any(is_overridden("on_before_optimizer_step", callback) for callback in callbacks_of(trainer))
+    looks = looks or any(
+        is_overridden(hook, module)
+        for hook in ("on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping")
+    )
+    by_norm = (trainer.gradient_clip_algorithm or "norm") == "norm"
+    return float(trainer.gradient_clip_val) if trainer.gradient_clip_val and by_norm and not looks else None
 
 
 _BETWEEN_STEPS = (
@@ -54,33 +120,48 @@ _BETWEEN_STEPS = (
     "on_train_end",
 )
 """Hooks that run before the strategy has waited for the weights of an optimizer step."""
-
-
-def most_batches(trainer: Trainer) -> float:
-    """The largest number of batches that a loader may be asked for, whichever it is."""
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    names = ("train", "val") if fitting else ("val", "test", "predict")
-    limits = [getattr(trainer, f"limit_{name}_batches") for name in names]
-    return max((limit if isinstance(limit, int) else float("inf") for limit in limits), default=float("inf"))
+_OF_MODULES = (*_BETWEEN_STEPS, "training_step", "optimizer_step", "lr_scheduler_step")
+_LIGHTNINGS = (
+    LightningModule,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,  # asks for the state_dict, which waits
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+"""Classes of Lightning that do not read weights in these hooks, or wait for them."""
+_KNOWN = frozenset(base for known in _LIGHTNINGS for base in known.__mro__)
 
 
 def reads_weights_between_steps(trainer: Trainer, module: LightningModule) -> bool:
     """Whether a callback or the module may look at weights after an optimizer step, before the layers wait for them.
 
-    Lightning's and our own callbacks do not, or ask for the ``state_dict``, which waits. Our modules read the weights
-    of a block inside of it; a stranger's ``training_step`` may begin with a penalty on all of them.
+    A class says that its hooks do not, or wait for them with ``strategy.wait_for_weights()``, by an attribute
+    ``reads_weights_between_steps = False`` in the class that defines the hook; of Lightning's classes it is known. Any
+    other hook may: a ``training_step`` may begin with a penalty on all weights.
     """
-    steps = ("training_step", "optimizer_step", "lr_scheduler_step")
-    if any(_is_a_strangers(module, hook) for hook in (*_BETWEEN_STEPS, *steps)):
-        return True
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return any(
-        isinstance(callback, ModelPruning) or any(_is_a_strangers(callback, hook) for hook in _BETWEEN_STEPS)
-        for callback in callbacks
+    return any(_may_read(module, hook) for hook in _OF_MODULES) or any(
+        _may_read(callback, hook) for callback in callbacks_of(trainer) for hook in _BETWEEN_STEPS
     )
 
 
-def _is_a_strangers(owner: Any, hook: str) -> bool:
-    # Asked of the instance: a LambdaCallback has its functions there.
-    home = getattr(getattr(owner, hook, None), "__module__", None) or ""
-    return hasattr(owner, hook) and home.split(".")[0] not in ("lightning", "olmoe_lightning")
+def _may_read(owner: Any, hook: str) -> bool:
+    if hook in vars(owner):  # a LambdaCallback has its functions there
+        return True
+    home = next((base for base in type(owner).__mro__ if hook in vars(base)), None)
+    return home is not None and home not in _KNOWN and vars(home).get("reads_weights_between_steps", True)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The callbacks of a trainer, which its class does not declare."""
+    return trainer.callbacks  # type: ignore[attr-defined]

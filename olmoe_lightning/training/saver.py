@@ -1,75 +1,108 @@
-"""Saving under Lightning: a directory to which every process writes its own part, or one file joined on rank 0."""
+"""Saving: directories to which every process writes its own ranges, at once or in the background, and joined files."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch.optim import Optimizer
-from typing_extensions import override
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from olmoe_lightning.checkpoint import sharded as directories
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
 from olmoe_lightning.checkpoint.foreign.safetensors_dir import shortened
-from olmoe_lightning.checkpoint.full import (
-    full_optimizer_state,
-    full_state_dict,
-    groups_of_parameters,
-    named_groups,
-)
-from olmoe_lightning.checkpoint.manifest import build_manifest
-from olmoe_lightning.checkpoint.meta import FORMAT, KEY
-from olmoe_lightning.checkpoint.publish import clean, remove, temporary_beside
+from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
+from olmoe_lightning.checkpoint.manifest import write_json
+from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
+from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary_beside
+from olmoe_lightning.checkpoint.ranges import OPTIMIZER, TrainingState
+from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
 from olmoe_lightning.checkpoint.sharded import Fragment
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.training.experts import is_expert
-from olmoe_lightning.training.loader import LoadingStrategy
-from olmoe_lightning.training.save_steps import (
-    MANIFEST,
-    SaveError,
-    gather,
-    is_finite,
-    is_optimizer_s,
-    publish_parts,
-    share,
-)
+from olmoe_lightning.parallel.mesh import Axis, Mesh
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+"""Of a checkpoint, beside its tensors."""
 _PATIENCE_SECONDS = 10.0
+_SLICE = 2**20
 
 
-class CheckpointStrategy(LoadingStrategy):
-    """The checkpoints' part of :class:`~olmoe_lightning.MoEStrategy`.
+class SaveError(RuntimeError):
+    """A checkpoint was not written; what was there before is untouched. The same on all processes."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What of a run is saved besides Lightning's dictionary.
 
     Args:
-        args: of :class:`LoadingStrategy`.
+        state: of weights and optimizer.
+        skipped_steps: so far.
+        fitting: whether there will be an end of training at which saves in the background are waited for.
+        manifest: builds the manifest; called once a run, on rank 0.
+    """
+
+    state: TrainingState
+    skipped_steps: int
+    fitting: bool
+    manifest: Callable[[], dict[str, Any]]
+
+
+@dataclass
+class Snapshot:
+    """What one process saves at one moment.
+
+    Args:
+        ranges: of tensors.
+        trained: names of the model's tensors that the optimizer, and nothing else, changes.
+        own: what rank 0 needs to know of this process.
+        run: what all processes know.
+        checkpoint: Lightning's dictionary, without tensors; needed on rank 0.
+        manifest: needed on rank 0.
+    """
+
+    ranges: list[Fragment]
+    trained: set[str]
+    own: RankRecord
+    run: RunRecord
+    checkpoint: dict[str, Any]
+    manifest: dict[str, Any]
+
+    def updated_by_optimizer(self, part: Fragment) -> bool:
+        """Whether the optimizer, and nothing else, changes a range: what is trained, and its state."""
+        return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in self.trained
+
+
+class Saver:
+    """Writes checkpoints, one after another, the same ones on all processes.
+
+    Args:
         state_dict_type: see :class:`~olmoe_lightning.MoEStrategy`.
         async_save: see there.
         on_save_error: see there.
-        kwargs: of :class:`LoadingStrategy`.
+
+    Raises:
+        UserError: a value is not one of those.
     """
 
     def __init__(
         self,
-        *args: Any,
         state_dict_type: Literal["sharded", "full"],
         async_save: bool | Literal["overlap"],
         on_save_error: Literal["raise", "warn"],
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
         for name, value, allowed in (
             ("state_dict_type", state_dict_type, ("sharded", "full")),
             ("on_save_error", on_save_error, ("raise", "warn")),
@@ -83,210 +116,220 @@ class CheckpointStrategy(LoadingStrategy):
         self.state_dict_type = state_dict_type
         self.async_save = async_save
         self.on_save_error = on_save_error
+        self._mesh = Mesh.single()
+        self._device = torch.device("cpu")
+        self._axis: Axis | None = None  # of saves in the background, with a process group of their own
         self._queue: SaveQueue | None = None
         self._buffers = CopyBuffers()
         self._copy: Copy | None = None  # the last one
-        self._save_group: dist.ProcessGroup | None = None
-        self._last_save_failed = False
+        self._last_failed = False
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
-        self._manifest: dict[str, Any] | None = None  # of this run, on rank 0
+        self._manifest: dict[str, Any] | None = None
 
-    # ---------------------------------------------------------------------------------------------- saving
+    @property
+    def full(self) -> bool:
+        """Whether a checkpoint is one file."""
+        return self.state_dict_type == "full"
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The own part of this process; of ``full`` checkpoints all experts, in fp32 if trained, on rank 0."""
-        module = self.lightning_module
-        assert module is not None
-        if not self._interrupted:
-            self._settle()
-        if self._interrupted or self.state_dict_type == "sharded":
-            return module.state_dict()
-        return full_state_dict(module, self.mesh, self.sharded, is_expert)
+    # ---------------------------------------------------------------------------------------------- a run
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.state_dict_type == "sharded":
-            return {}
-        if self.sharded is None or self._interrupted:
-            return super().optimizer_state(optimizer) if self.sharded is None else {}
-        return full_optimizer_state(self.sharded)
+    def clean_folders(self, folders: Iterable[Any]) -> None:
+        """Put in order what killed runs have left; on rank 0, before Lightning looks for the last checkpoint."""
+        self._cleaned = set()
+        for folder in folders if not self.full else ():
+            if folder is not None and "://" not in str(folder):
+                self._clean(Path(folder))
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._interrupted:
-            log.error(
-                f"{self.mesh}: no checkpoint was written to {filepath}: a process failed, and a checkpoint needs "
-                "all of them"
-            )
-            self._last_save_failed = True  # what this one was to replace stays
-            return
-        if self.state_dict_type == "full":
-            self._save_file(checkpoint, filepath, storage_options)
-            return
-        if "://" in str(filepath) or storage_options is not None:
+    def open(self, mesh: Mesh, device: torch.device, timeout: timedelta) -> None:
+        """Make ready for the saves of a run; collective. Those in the background get a process group of their own."""
+        self._mesh, self._device = mesh, device
+        self._manifest = None
+        if self.async_save and mesh.world.size > 1 and (self._axis is None or self._axis.size != mesh.world.size):
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self._axis = Axis("saves", mesh.world.ranks, mesh.world.rank, group)
+
+    def close(self, interrupted: bool) -> None:
+        """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
+        self.finish_copy()
+        self._copy = None
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close(_PATIENCE_SECONDS if interrupted else None)
+            for error in queue.report(queue.ended):
+                log.error(f"{self._mesh}: {error}")
+        self._buffers.clear()
+
+    def is_queued(self, path: Any) -> bool:
+        """Whether a save of this name is under way in the background."""
+        return self._queue is not None and str(path) in self._queue.saving
+
+    # ---------------------------------------------------------------------------------------------- one save
+
+    def refuse(self, path: Any) -> None:
+        """Say that a process that failed writes no checkpoint; what this one was to replace stays."""
+        log.error(
+            f"{self._mesh}: no checkpoint was written to {path}: a process failed, and a checkpoint needs all of them"
+        )
+        self._last_failed = True
+
+    def save_file(self, checkpoint: dict[str, Any], path: Any, run: SavedRun, write: Callable[..., None]) -> None:
+        """One file, by rank 0; if it cannot be written all processes know; collective.
+
+        Args:
+            checkpoint: Lightning's dictionary, with all tensors on rank 0.
+            path: of the file.
+            run: what is saved with it.
+            write: gets the whole dictionary and the path.
+        """
+        self._last_failed = True
+        random = self._mesh.world.gather_objects(capture_random_state(self._device))
+        record = RunRecord(FORMAT, topology(self._mesh), run.skipped_steps, random)
+        try:
+            action = partial(write, checkpoint | {KEY: record.joined_entry()}, path)
+            share(path, action, self._mesh.world)
+            self._last_failed = False
+        except SaveError as error:
+            self._report(error)
+
+    def save_directory(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, run: SavedRun) -> None:
+        """A directory, by all processes; now, or in the background if there will be an end to wait for; collective.
+
+        Args:
+            checkpoint: Lightning's dictionary.
+            path: of the directory.
+            storage_options: of the Trainer's call; there must be none.
+            run: what is saved with it.
+
+        Raises:
+            UserError: it is to be in a place that has no folders.
+            SaveError: it could not be written, or an earlier one in the background.
+        """
+        if "://" in str(path) or storage_options is not None:
             raise UserError(
-                f"a sharded checkpoint needs a folder that all processes share, not {filepath} with storage_options "
+                f"a sharded checkpoint needs a folder that all processes share, not {path} with storage_options "
                 f"{storage_options}; take such a folder, or MoEStrategy(state_dict_type='full')"
             )
-        self._settle()
-        if self.async_save and self._is_fitting():
-            self._raise_failed_saves()
-            fragments, own, rest = self._snapshot(checkpoint)
-            queue = self._save_queue()
-            queue.wait_for_room()
-            try:
-                self._save_later(queue, Path(filepath), fragments, own, rest)
-            except BaseException:
-                queue.give_room()
-                raise
+        if self.async_save and run.fitting:
+            self.raise_failed()
+            self._save_later(Path(path), self._snapshot(checkpoint, run))
             return
         if self._queue is not None:
             self._queue.drain()
         try:
-            self._write(Path(filepath), *self._snapshot(checkpoint))
+            self._write(Path(path), self._snapshot(checkpoint, run))
         except SaveError as error:
             self._report(error)
 
-    def _save_later(
-        self, queue: SaveQueue, filepath: Path, fragments: list[Fragment], own: dict[str, Any], rest: dict[str, Any]
-    ) -> None:
-        """Copy what training goes on to change, and let the queue write it."""
-        own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
-        rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
-        # The optimizer changes its own at its next step, others may change at once.
-        sources = [part.values if is_optimizer_s(part, own) else part.values.clone() for part in fragments]
-        self._copy, values = self._buffers.start(sources)
-        if self.async_save != "overlap" or self.sharded is None:
-            self.finish_copy()
-        fragments = [
-            Fragment(part.name, part.size, part.start, value) for part, value in zip(fragments, values, strict=True)
-        ]
-        write = partial(self._write, filepath, fragments, own, rest, self._copy)
-        queue.add_save(write, str(filepath), partial(self._buffers.give_back, values))
+    def _snapshot(self, checkpoint: dict[str, Any], run: SavedRun) -> Snapshot:
+        state, sharded, ownership = run.state, run.state.sharded, run.state.ownership
+        ranges = state.model_to_write()
+        own = RankRecord(ownership.shapes, ownership.aliases, ownership.other, capture_random_state(self._device))
+        if "optimizer_states" in checkpoint and sharded is not None:
+            more, own.scalars, own.problems = state.optimizer_to_write()
+            ranges += more
+            own.param_groups = named_groups(sharded)
+            own.group_of = groups_of_parameters(sharded)
+        if self._manifest is None and self._mesh.rank == 0:  # asks git and the data; once for all checkpoints of a run
+            self._manifest = self._make_manifest(run)
+        return Snapshot(
+            ranges,
+            {name for name, tensor in ownership.tensors.items() if ownership.is_trained(tensor)},
+            own,
+            RunRecord(FORMAT, topology(self._mesh), run.skipped_steps),
+            checkpoint | {"state_dict": {}},  # it lies beside this dictionary
+            self._manifest or {},
+        )
 
-    def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
-        """One file, by rank 0; if it cannot be written all processes know."""
-        self._last_save_failed = True
-        random = capture_random_state(self.root_device)
-        states = gather({"random": random}, self.mesh.rank, self.mesh.world.size, self._world_group())
-        own = {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps}
-        checkpoint = checkpoint | {KEY: own | {"random": [state["random"] for state in states]}}
-        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+    def _make_manifest(self, run: SavedRun) -> dict[str, Any]:
         try:
-            share(filepath, write, self.mesh.rank, self._world_group())
-            self._last_save_failed = False
-        except SaveError as error:
-            self._report(error)
-
-    def _is_fitting(self) -> bool:
-        """Whether there will be an end of training at which saves in the background are waited for."""
-        state = self.lightning_module.trainer.state  # type: ignore[union-attr]
-        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-
-    def _snapshot(self, checkpoint: dict[str, Any]) -> tuple[list[Fragment], dict[str, Any], dict[str, Any]]:
-        """What is to be written: ranges of tensors, what rank 0 needs to know of this process, and Lightning's part."""
-        state = self._training_state()
-        fragments = state.model_to_write()
-        own: dict[str, Any] = {
-            "shapes": state.shapes(),
-            "aliases": state.aliases,
-            "other": state.other,
-            "random": capture_random_state(self.root_device),
-            "scalars": {},
-            "param_groups": {},
-            "group_of": {},
-            "problems": [],
-            "trained": state.trained_names(),
-        }
-        if "optimizer_states" in checkpoint and self.sharded is not None:
-            more, own["scalars"], own["problems"] = state.optimizer_to_write()
-            fragments += more
-            own["param_groups"] = named_groups(self.sharded)
-            own["group_of"] = groups_of_parameters(self.sharded)
-        checkpoint = checkpoint | {
-            "state_dict": {},  # it lies beside this dictionary
-            KEY: {"format": FORMAT, "topology": self._topology(), "skipped_steps": self.skipped_steps},
-        }
-        if self._manifest is None and self.is_global_zero:  # asks git and the data; once for all checkpoints of a run
-            self._manifest = self._make_manifest()
-        return fragments, own, {"checkpoint": checkpoint, "manifest": self._manifest}
-
-    def _make_manifest(self) -> dict[str, Any]:
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        try:
-            return build_manifest(trainer, trainer.lightning_module)
-        except Exception as error:  # of a stranger's data module, on rank 0 alone: no reason to lose a checkpoint
+            return run.manifest()
+        except Exception as error:  # of a third party's data module, on rank 0: no reason to lose a checkpoint
             rank_zero_warn(f"Checkpoints of this run have an empty {MANIFEST}: {type(error).__name__}: {error}")
             return {}
+
+    def _save_later(self, target: Path, snapshot: Snapshot) -> None:
+        """Copy what training goes on to change, and let the queue write it."""
+        if self._queue is None:
+            self._queue = SaveQueue()
+        queue = self._queue
+        queue.wait_for_room()
+        try:
+            own = snapshot.own
+            own.param_groups, own.other = copy.deepcopy((own.param_groups, own.other))
+            if self._mesh.rank == 0:  # only rank 0 writes it
+                snapshot.checkpoint, snapshot.manifest = copy.deepcopy((snapshot.checkpoint, snapshot.manifest))
+            else:
+                snapshot.checkpoint = {}
+            # The optimizer changes its own at its next step, others may change at once.
+            sources = [
+                part.values if snapshot.updated_by_optimizer(part) else part.values.clone() for part in snapshot.ranges
+            ]
+            self._copy, values = self._buffers.start(sources)
+            if self.async_save != "overlap" or not snapshot.trained:
+                self.finish_copy()
+            snapshot.ranges = [
+                Fragment(part.name, part.size, part.start, value)
+                for part, value in zip(snapshot.ranges, values, strict=True)
+            ]
+            write = partial(self._write, target, snapshot, self._copy)
+            queue.add_save(write, str(target), partial(self._buffers.give_back, values))
+        except BaseException:
+            queue.give_room()
+            raise
 
     def finish_copy(self) -> None:
         """Return when weights and optimizer state may change; a save in the background may still be copying them."""
         if self._copy is not None:
             self._copy.join()
 
-    @override
-    def _settle(self) -> None:
-        self.finish_copy()
-        super()._settle()
-
-    def _write(
-        self,
-        target: Path,
-        fragments: list[Fragment],
-        own: dict[str, Any],
-        rest: dict[str, Any],
-        copy: Copy | None = None,
-    ) -> None:
+    def _write(self, target: Path, snapshot: Snapshot, copying: Copy | None = None) -> None:
         """Write, make durable, publish; on all processes, in this thread or another.
 
         Args:
             target: the checkpoint's name.
-            fragments: what this process writes.
-            own: what rank 0 needs to know of this process.
-            rest: Lightning's part, on rank 0.
-            copy: by which the fragments get their values, if it may still be going on.
+            snapshot: what is written.
+            copying: by which the ranges get their values, if it may still be going on.
 
         Raises:
             SaveError: it did not work, and the target is as it was.
         """
-        self._last_save_failed = True
-        group, rank = self._group_for_saving(), self.mesh.rank
-        own = own | {"bad": [], "failed": ""}
+        self._last_failed = True
+        axis = self._axis if self._axis is not None and self.async_save else self._mesh.world
+        own = snapshot.own
         try:
-            if copy is not None:
-                copy.result()
-            own["bad"] = sorted(
-                {part.name for part in fragments if is_optimizer_s(part, own) and not is_finite(part.values)}
+            if copying is not None:
+                copying.result()
+            own.not_finite = sorted(
+                {p.name for p in snapshot.ranges if snapshot.updated_by_optimizer(p) and not is_finite(p.values)}
             )
-        except Exception as error:  # the others are told: each save of theirs must meet the same one of this process
-            own["failed"] = f"rank {rank}: {type(error).__name__}: {error}"
-        everyone = gather(own, rank, self.mesh.world.size, group)
-        temporary = Path(share(target, partial(self._begin, target, everyone), rank, group))
+        except Exception as error:  # the others learn of it: each save of theirs must meet the same one of this process
+            own.failed = f"rank {axis.rank}: {type(error).__name__}: {error}"
+        everyone = axis.gather_objects(own)
+        temporary = Path(share(target, partial(self._begin, target, everyone), axis))
         try:
             try:
-                directories.save(temporary, fragments, group)
+                directories.save(temporary, snapshot.ranges, axis.group)
             except directories.WriteError as error:
                 raise SaveError(f"no checkpoint was written to {target}: {error}") from error
-            share(target, partial(publish_parts, temporary, target, everyone, rest), rank, group)
-            self._last_save_failed = False
+            share(target, partial(_publish, temporary, target, snapshot, everyone), axis)
+            self._last_failed = False
         except BaseException:
-            if rank == 0:
+            if axis.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _begin(self, target: Path, everyone: list[dict[str, Any]]) -> str:
+    def _begin(self, target: Path, everyone: list[RankRecord]) -> str:
         """On rank 0: may there be a checkpoint, and where is it written first?"""
-        failed = [each["failed"] for each in everyone if each["failed"]]
+        failed = [each.failed for each in everyone if each.failed]
         if failed:
             raise SaveError(f"no checkpoint was written to {target}: {'; '.join(failed[:3])}")
-        problems = [problem for each in everyone for problem in each["problems"]]
+        problems = [problem for each in everyone for problem in each.problems]
         if problems:
             raise SaveError(
                 f"no checkpoint was written to {target}: {problems[0]}, and experts of several processes have no such "
                 "state together; take an optimizer whose state is element by element, or expert_parallel_size=1"
             )
-        bad = sorted({name for each in everyone for name in each["bad"]})
+        bad = sorted({name for each in everyone for name in each.not_finite})
         if bad:
             raise SaveError(
                 f"no checkpoint was written to {target}: {len(bad)} tensors have values that are not finite, "
@@ -294,17 +337,6 @@ class CheckpointStrategy(LoadingStrategy):
             )
         self._clean(target.parent)
         return str(temporary_beside(target))
-
-    @override
-    def _before_launch(self, trainer: Trainer) -> None:
-        """Put in order what killed runs have left, before Lightning looks for the last checkpoint."""
-        super()._before_launch(trainer)
-        self._cleaned = set()
-        if getattr(rank_zero_only, "rank", 0) == 0 and self.state_dict_type == "sharded":
-            for callback in trainer.checkpoint_callbacks:
-                folder = getattr(callback, "dirpath", None)
-                if folder is not None and "://" not in str(folder):
-                    self._clean(Path(folder))
 
     def _clean(self, folder: Path) -> None:
         """Remove what killed saves have left in a folder; once a run, on rank 0, which alone makes such things."""
@@ -321,38 +353,7 @@ class CheckpointStrategy(LoadingStrategy):
                 f"Removed from {folder} what interrupted saves had left: {shortened([p.name for p in removed])}"
             )
 
-    def _group_for_saving(self) -> dist.ProcessGroup | None:
-        if self.mesh.world.size == 1:
-            return None
-        return self._save_group if self.async_save else dist.group.WORLD
-
-    def _save_queue(self) -> SaveQueue:
-        if self._queue is None:
-            self._queue = SaveQueue()
-        return self._queue
-
-    def _open_save_group(self) -> None:
-        """Make ready for the saves of a run; collective. Those in the background get a group of their own."""
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        self._manifest = None
-        if self.async_save and self.mesh.world.size > 1 and self._save_group is None:
-            self._save_group = dist.new_group(backend="gloo", timeout=self.timeout)
-        if self.async_save:
-            for callback in trainer.checkpoint_callbacks:
-                self._count_queued_as_there(callback)
-
-    def _count_queued_as_there(self, callback: Any) -> None:
-        """ModelCheckpoint takes another name where there is a file already; one that is being written counts."""
-        exists = getattr(type(callback), "file_exists", None)
-        if exists is None:
-            return
-
-        def file_exists(filepath: Any, trainer: Trainer) -> bool:
-            saving = self._queue is not None and str(filepath) in self._queue.saving
-            queued = self.reduce_boolean_decision(saving, all=False)
-            return bool(exists(callback, filepath, trainer)) or queued
-
-        callback.file_exists = file_exists
+    # ---------------------------------------------------------------------------------------------- errors
 
     def _report(self, error: SaveError) -> None:
         """Raise or warn, as the user wants it."""
@@ -360,8 +361,8 @@ class CheckpointStrategy(LoadingStrategy):
             raise error
         rank_zero_warn(f"{error}. Training goes on.")
 
-    def _raise_failed_saves(self) -> None:
-        """Tell of saves in the background that have failed meanwhile; all processes at the same step.
+    def raise_failed(self) -> None:
+        """Report saves in the background that have failed meanwhile; all processes at the same step; collective.
 
         They see the end of a save at slightly different moments. So as long as one is under way, they agree at each
         step on those that have ended for all of them.
@@ -369,20 +370,16 @@ class CheckpointStrategy(LoadingStrategy):
         queue = self._queue
         if queue is None or not queue.unreported:
             return
-        ended = queue.ended
-        if self.mesh.world.size > 1:
-            fewest = torch.tensor(ended, device=self.root_device)
-            dist.all_reduce(fewest, dist.ReduceOp.MIN)
-            ended = int(fewest)
-        errors = queue.report(ended)
+        ended = torch.tensor(queue.ended, device=self._device)
+        errors = queue.report(int(self._mesh.world.all_reduce(ended, dist.ReduceOp.MIN)))
         for error in errors[1:]:
-            log.error(f"{self.mesh}: {error}")
+            log.error(f"{self._mesh}: {error}")
         if errors and isinstance(errors[0], SaveError):
             self._report(errors[0])
         elif errors:
             raise errors[0]
 
-    def finish_saves(self) -> None:
+    def finish(self) -> None:
         """Wait for saves in the background; collective.
 
         Raises:
@@ -390,44 +387,83 @@ class CheckpointStrategy(LoadingStrategy):
         """
         if self._queue is not None:
             self._queue.drain()
-            self._raise_failed_saves()
+            self.raise_failed()
 
-    def _close_saves(self) -> None:
-        """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
-        self.finish_copy()
-        self._copy = None
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close(_PATIENCE_SECONDS if self._interrupted else None)
-            for error in queue.report(queue.ended):
-                log.error(f"{self.mesh}: {error}")
-        self._buffers.clear()
+    # ---------------------------------------------------------------------------------------------- old ones
 
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete an old one; not if the save that was to replace it has failed."""
-        if "://" in str(filepath) or self.state_dict_type == "full":
-            self._remove(filepath, super().remove_checkpoint)
+    def remove(self, path: Any, remove_file: Callable[[Any], None]) -> None:
+        """Delete an old checkpoint; not if the save that was to replace it has failed.
+
+        Args:
+            path: of a directory or a file.
+            remove_file: for files.
+        """
+        if "://" in str(path) or self.full:
+            self._remove(path, remove_file)
         elif self._queue is not None:
-            self._queue.add(partial(self._remove, Path(filepath), remove), f"removing {filepath}")
+            self._queue.add(partial(self._remove, Path(path), remove), f"removing {path}")
         else:
-            self._remove(Path(filepath), remove)
+            self._remove(Path(path), remove)
 
     def _remove(self, path: Any, remove_it: Callable[[Any], None]) -> None:
-        if self._last_save_failed:
+        if self._last_failed:
             rank_zero_warn(f"{path} is kept, because the last checkpoint could not be written.")
-        elif self.is_global_zero:
+        elif self._mesh.rank == 0:
             try:
                 remove_it(path)
             except OSError as error:  # one too many is no reason to stop, and the other processes do not know of it
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}")
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.finish_saves()
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._raise_failed_saves()
-        super().on_train_batch_start(batch, batch_idx)
+def topology(mesh: Mesh) -> dict[str, int]:
+    """Sizes of a mesh by axis."""
+    shape = mesh.shape
+    return {"pipeline": shape.pipeline, "expert_replica": shape.expert_replica, "expert": shape.expert}
+
+
+def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[RankRecord]) -> None:
+    """On rank 0: what is not tensors, and then all of it under its name."""
+    index = directories.SafeReader(temporary).read_metadata()
+    lost = sorted({info.relative_path for info in index.storage_data.values()} - {p.name for p in temporary.iterdir()})
+    if lost:
+        raise SaveError(
+            f"no checkpoint was written to {target}: {', '.join(lost[:3])} of other processes cannot be seen from rank "
+            "0; all nodes must share the folder"
+        )
+    entry = snapshot.run.entry(everyone, sorted(index.state_dict_metadata))
+    torch.save(snapshot.checkpoint | {KEY: entry}, temporary / META)
+    write_json(temporary / MANIFEST, snapshot.manifest)
+    publish(temporary, target)
+
+
+def share(target: Any, action: Callable[[], Any], axis: Axis) -> Any:
+    """What the first process of an axis found by ``action``, on all of them; its failure, of any kind, is everyone's.
+
+    Args:
+        target: the checkpoint, for the message.
+        action: called on the first process.
+        axis: the processes.
+
+    Raises:
+        SaveError: it failed.
+    """
+    found, problem, cause = None, None, None
+    if axis.rank == 0:
+        try:
+            found = action()
+        except Exception as error:  # torch.save raises all kinds, and the others must not be left waiting
+            cause, problem = error, str(error)
+            if not isinstance(error, SaveError):
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                problem = f"no checkpoint was written to {target}: {kind}{error}"
+    found, problem = axis.broadcast_object((found, problem))
+    if problem is not None:
+        raise SaveError(problem) from cause
+    return found
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all are; what is not finite makes the sum so, which is read once and takes no memory."""
+    if not values.is_floating_point() or bool(values.sum().isfinite()):
+        return True
+    return all(bool(part.isfinite().all()) for part in values.split(_SLICE))  # a sum can also overflow

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.plugins.precision.base import KeepsMasters
 
 
 class BF16Precision(Precision):
@@ -51,7 +52,7 @@ class BF16Precision(Precision):
         """
         assert isinstance(model, LightningModule)
         strategy = model.trainer.strategy
-        if optimizers and not getattr(strategy, "backpropagates_sums", False):
+        if optimizers and not isinstance(strategy, KeepsMasters):
             raise UserError(
                 f"BF16Precision needs fp32 masters, which {type(strategy).__name__} does not keep; use "
                 "strategy=MoEStrategy() (one process is enough), or precision='bf16-mixed' without this plugin"

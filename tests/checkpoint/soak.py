@@ -44,7 +44,7 @@ from multiprocess import WorkerError, Workers
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
-from olmoe_lightning.training import save_steps, saver
+from olmoe_lightning.training import saver
 
 CONFIG = ModelConfig(
     vocab_size=264,
@@ -112,7 +112,7 @@ class Recorded(MoEStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._settle()
-        state = self._training_state()
+        state = self.training_state()
         parts = state.model_to_write() + state.optimizer_to_write()[0]
         sums = {f"{part.name}:{part.start}:{part.values.numel()}": checksum(part.values) for part in parts}
         self.ledger.write("saving", name=Path(filepath).name, step=checkpoint["global_step"], sums=sums)
@@ -179,15 +179,15 @@ def train(
             (saver, "temporary_beside"),
             (saver, "remove"),
             (saver, "shutil"),
-            (save_steps, "publish"),
+            (saver, "publish"),
         )
     }
     if in_place:
         saver.temporary_beside = beginning_in_place
-        save_steps.publish = functools.partial(told, ledger, lambda temporary, target: None)
+        saver.publish = functools.partial(told, ledger, lambda temporary, target: None)
         saver.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
     else:
-        save_steps.publish = functools.partial(told, ledger, real[save_steps, "publish"])
+        saver.publish = functools.partial(told, ledger, real[saver, "publish"])
     saver.remove = functools.partial(told_before, ledger, real[saver, "remove"])
     try:
         strategy = Recorded(expert_parallel_size=2, async_save=background, bucket_megabytes=0.05)

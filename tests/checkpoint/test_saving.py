@@ -157,7 +157,7 @@ def spoil(trainer):
     if trainer.global_rank == 1 and trainer.global_step == 1:
         strategy = trainer.strategy
         for _, parameter, index in strategy.sharded.parameters:
-            if getattr(parameter, "is_expert", False) and index in strategy.sharded.pieces:
+            if strategy.sharded.ownership.is_expert(parameter) and index in strategy.sharded.pieces:
                 strategy.sharded.pieces[index].master.data.view(-1)[3] = float("nan")
                 return
 

@@ -10,6 +10,7 @@ from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.experts import Experts
 from olmoe_lightning.model.init import init_weights, seeded_generator, truncated_normal_
 from olmoe_lightning.model.transformer import Transformer
+from olmoe_lightning.training.experts import expert_parameters
 
 CONFIG = ModelConfig(
     vocab_size=40,
@@ -105,11 +106,12 @@ def test_a_model_built_on_the_meta_device_ends_up_the_same():
 
 
 def expert_names(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if getattr(parameter, "is_expert", False)}
+    experts = set(expert_parameters(model))
+    return {name for name, parameter in model.named_parameters() if parameter in experts}
 
 
-def test_expert_parameters_stay_marked_through_copies_casts_and_the_meta_device():
-    """Optimizer groups and sharding rely on the mark."""
+def test_expert_parameters_are_found_after_copies_casts_and_the_meta_device():
+    """Optimizer groups and sharding rely on it."""
     model = model_of()
     marked = {name for name, _ in model.named_parameters() if ".experts." in name}
     assert len(marked) == 4

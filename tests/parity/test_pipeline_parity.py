@@ -119,14 +119,14 @@ class WithoutALayer(Stage):
 
 
 def broken(case, mistake):
-    import olmoe_lightning.training.module_stages
+    import olmoe_lightning.training.objective
 
-    whole = olmoe_lightning.training.module_stages.Stage
-    olmoe_lightning.training.module_stages.Stage = mistake
+    whole = olmoe_lightning.training.objective.Stage
+    olmoe_lightning.training.objective.Stage = mistake
     try:
         return record(case)
     finally:
-        olmoe_lightning.training.module_stages.Stage = whole
+        olmoe_lightning.training.objective.Stage = whole
 
 
 @pytest.mark.parametrize("mistake", [TwiceTheLoss, WithoutALayer])

@@ -106,7 +106,7 @@ def fails_to_build():
 
 
 def test_an_error_while_building_is_not_hidden_by_another_one(workers):
-    words = ["ValueError: ", "num_experts (3) must be divisible by"]
+    words = ["UserError: ", "num_experts (3) must be divisible by"]
     check(workers, words, {"expert_parallel_size": 2}, fails_to_build, batches=sentences, before_meeting=False)
 
 

@@ -69,6 +69,7 @@ PRIVATE = {
     "init_process_group": ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"],
     "optimizers_to_device": ["optimizers", "device"],
     "reset_seed": [],
+    "trainer_of": ["module"],
 }
 """The names that Lightning does not promise, and the parameters by which they are called."""
 

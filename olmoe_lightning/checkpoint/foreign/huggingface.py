@@ -214,16 +214,18 @@ def write(
 
 
 @torch.no_grad()
-def load_pretrained(model: torch.nn.Module, directory: str) -> None:
+def load_pretrained(model: torch.nn.Module, directory: str, first_expert: int = 0, all_layers: bool = True) -> None:
     """Loads a checkpoint of any format that :func:`convert` reads into a built model, in place.
 
-    Checkpoint and model must have the same weights with the same shapes. Each piece is looked up through the model
-    again after it was written and compared with what was read, so that a write which went to a copy is an error and
-    not a model that stays random.
+    Checkpoint and model must have the same weights with the same shapes; of a model with some of the layers or experts
+    only those are read. Each piece is looked up through the model again after it was written and compared with what was
+    read, so that a write which went to a copy is an error and not a model that stays random.
 
     Args:
         model: a ``Transformer`` on any device, in any floating type; values are cast to its own.
         directory: the checkpoint.
+        first_expert: global index of the first expert that the model holds of each layer.
+        all_layers: whether the model has all layers; otherwise it is a stage of a pipeline.
 
     Raises:
         ValueError: tensors are missing, unexpected or misshapen; or the model's configuration describes another
@@ -239,13 +241,20 @@ def load_pretrained(model: torch.nn.Module, directory: str) -> None:
         )
     state = model.state_dict(keep_vars=True)
     shapes = native_shapes(source.config)
+    if not all_layers:
+        shapes = {name: shape for name, shape in shapes.items() if name in state}
+    experts: dict[str, range] = {}  # of the tensors that have some of them
+    for name, shape in shapes.items():
+        if len(shape) == 3 and name in state and len(state[name]) < shape[0]:
+            experts[name] = range(first_expert, first_expert + len(state[name]))
+            shapes[name] = (len(state[name]), *shape[1:])
     compare({name: TensorInfo.of(tensor) for name, tensor in state.items()}, shapes, "the model")
     if unready := [name for name, tensor in state.items() if tensor.is_meta or not tensor.is_contiguous()]:
         raise UserError(f"the model's weights have no storage yet, or not a contiguous one: {shortened(unready)}")
     with _progress("loading", sum(tensor.nbytes for tensor in state.values())) as advance:
         for name in shapes:
             offset = 0
-            for part in source.native_parts(name):
+            for part in source.native_parts(name, experts.get(name)):
                 for piece in source.pieces(part):
                     end = offset + piece.numel()
                     value = piece.reshape(-1).to(state[name].device, state[name].dtype)

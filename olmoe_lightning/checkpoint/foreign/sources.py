@@ -92,14 +92,21 @@ class Source:
     def __post_init__(self) -> None:
         self._hf_tensors = hf_tensors(self.config) if self.hf else {}
 
-    def native_parts(self, name: str) -> list[Part]:
-        """The parts that make up one of our tensors, in row-major order."""
+    def native_parts(self, name: str, experts: range | None = None) -> list[Part]:
+        """The parts that make up one of our tensors, in row-major order.
+
+        Args:
+            name: of the tensor.
+            experts: which of those that it stacks; ``None``: all of it.
+        """
+        rows = () if experts is None else (slice(experts.start, experts.stop),)
         if not self.hf:
-            return [Part(name)]
+            return [Part(name, rows)]
         fused = hf_fused_name(name)
         if fused in self.store.tensors:
-            return [Part(fused)]
-        return [Part(tensor.name) for tensor in self._hf_tensors[name]]
+            return [Part(fused, rows)]
+        tensors = self._hf_tensors[name]
+        return [Part(tensor.name) for tensor in tensors if experts is None or tensor.index[0].start in experts]
 
     def hf_part(self, tensor: HFTensor) -> Part:
         """Where one of Hugging Face's tensors lies."""

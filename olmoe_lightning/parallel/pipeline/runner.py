@@ -24,16 +24,30 @@ Sums = dict[str, Tensor]
 
 
 class StageBuilder(Protocol):
-    """What the runner needs to know of a model."""
+    """Cuts a model into stages.
+
+    It may also have ``pipeline_costs() -> (cost of each layer, of what comes before, of what comes behind)``, in one
+    unit, so that the stages come out evenly.
+    """
+
+    @property
+    def pipeline_layers(self) -> int:
+        """Number of layers that can be cut apart."""
 
     def pipeline_stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
-        """The module of a stage; it shares the model's parameters."""
+        """The module of these layers, sharing the model's parameters: ``forward(x, **batch) -> Tensor``.
+
+        In the first stage ``x`` is what the pipeline was given, else what the stage before returned.
+        """
 
     def pipeline_hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """A tensor on the meta device like those that travel between stages for a microbatch of these inputs."""
+        """A tensor on the meta device with shape and dtype of what stages return for a microbatch of these inputs."""
 
     def pipeline_loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Sums:
-        """Sums of a microbatch from the last stage's output; ``loss`` among them is what is differentiated."""
+        """Sums of a microbatch from what the last stage returned: ``loss``, which is differentiated, and any others.
+
+        The names must not change between microbatches of training, nor between those of evaluation.
+        """
 
 
 _PREFIX = "batch_"
@@ -125,8 +139,7 @@ class PipelineRunner:
 
     def from_last(self, tensor: Tensor) -> Tensor:
         """Overwrite in place with the tensor of the process that has the last stage."""
-        dist.broadcast(tensor, group=self.axis.group, group_src=self.stages.last_rank)
-        return tensor
+        return self.axis.broadcast(tensor, self.stages.last_rank)
 
     def _pass(
         self,
@@ -168,7 +181,7 @@ class PipelineRunner:
         return self.num_microbatches if rows % self.num_microbatches == 0 else 1
 
     def _everywhere(self, kind: str) -> Sums:
-        """Add the microbatches up and tell everyone; the names are told once for each kind of pass."""
+        """Add the microbatches up, on every process; names are exchanged once for each kind of pass."""
         sums, self._sums = self._sums, []
         names: list[str] = []
         values = torch.zeros(0, dtype=torch.float64, device=self.device)
@@ -178,9 +191,7 @@ class PipelineRunner:
             values = torch.stack(rows).sum(0)
         if self.axis.size > 1:
             if kind not in self._names:
-                holder: list[Any] = [names]
-                dist.broadcast_object_list(holder, group=self.axis.group, group_src=self.stages.last_rank)
-                self._names[kind] = holder[0]
+                self._names[kind] = self.axis.broadcast_object(names, self.stages.last_rank)
             known = self._names[kind]
             if not self.has_last:
                 values = torch.zeros(len(known), dtype=torch.float64, device=self.device)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -132,6 +131,8 @@ class Recorder(Callback):
         together: microbatches that are processed for one batch of the Trainer, by all processes.
     """
 
+    reads_weights_between_steps = False
+
     def __init__(self, case: ParityCase, together: int) -> None:
         self.case = case
         self.together = together
@@ -201,12 +202,10 @@ class Recorder(Callback):
             strategy.mesh.pipeline.rank,
             strategy.mesh.expert.rank,
             {name: p.detach().cpu().clone() for name, p in [*pl_module.named_parameters(), *pl_module.named_buffers()]},
-            [name for name, parameter, _ in sharded.parameters if sharded.is_expert[parameter]],
+            [name for name, parameter, _ in sharded.parameters if sharded.ownership.is_expert(parameter)],
             self._metrics,
         )
-        run.ranks = [own] * strategy.mesh.world.size
-        if len(run.ranks) > 1:
-            dist.all_gather_object(run.ranks, own)
+        run.ranks = strategy.mesh.world.all_gather_objects(own)
         run.drops = next(iter(strategy.sum_of_drops(strategy.own_drops()).values()), {})  # layers of one size
         run.biases = {
             name: value

@@ -56,8 +56,8 @@ class Saboteur(Callback):
         assert isinstance(strategy, MoEStrategy)
         assert strategy.sharded is not None
         if self.sabotage == "expert_scale":
-            for parameter, is_expert in strategy.sharded.is_expert.items():
-                if is_expert:
+            for _, parameter, _ in strategy.sharded.parameters:
+                if strategy.sharded.ownership.is_expert(parameter):
                     parameter.register_hook(lambda gradient: gradient * self.case.expert_parallel)
         else:
             for bucket in strategy.sharded.buckets:

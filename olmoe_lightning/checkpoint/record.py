@@ -1,0 +1,92 @@
+"""What a checkpoint says of a run besides its tensors: the record of each process, and the joined one in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+FORMAT = 1
+"""Of checkpoints; it goes up when a reader of the old one would misunderstand the new one."""
+
+
+@dataclass
+class RankRecord:
+    """What one process contributes."""
+
+    shapes: dict[str, list[int]]
+    """Global shape of each of its tensors, by name."""
+    aliases: dict[str, str]
+    """Second names of tied tensors."""
+    other: dict[str, Any]
+    """What the module puts into its ``state_dict`` besides parameters and buffers."""
+    random: dict[str, Any]
+    """States of its random number generators."""
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the optimizer's state what is no range of numbers (steps), by parameter and key."""
+    param_groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of the optimizer's groups, by name or position."""
+    group_of: dict[str, str] = field(default_factory=dict)
+    """The group of each trained parameter."""
+    problems: list[str] = field(default_factory=list)
+    """Why its optimizer's state cannot be saved."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of ranges that are not finite."""
+    failed: str = ""
+    """Why it cannot take part."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The entry :data:`~olmoe_lightning.checkpoint.meta.KEY` of a checkpoint; a joined file has the first four."""
+
+    format: int
+    topology: dict[str, int]
+    """Sizes of the mesh by axis."""
+    skipped_steps: int
+    random: Sequence[dict[str, Any]] = ()
+    """Of each process, by rank."""
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    other: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    group_of: Mapping[str, str] = field(default_factory=dict)
+    param_groups: Sequence[dict[str, Any]] = ()
+    tensors: Sequence[str] = ()
+    """Names of all ranges of tensors, optimizer state included."""
+    directory: str = ""
+    """Where it was read from; empty of a joined file."""
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> RunRecord:
+        """From a checkpoint's entry; what a newer version has added is passed over."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in entry.items() if name in known})
+
+    def joined_entry(self) -> dict[str, Any]:
+        """The entry of a joined file."""
+        names = ("format", "topology", "skipped_steps", "random")
+        return {name: getattr(self, name) for name in names}
+
+    def entry(self, ranks: Sequence[RankRecord], tensors: Sequence[str]) -> dict[str, Any]:
+        """The entry of a directory, from the records of all processes in the order of their ranks.
+
+        What several processes name is the first one's.
+        """
+        joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars", "group_of")}
+        groups: dict[str, dict[str, Any]] = {}
+        for rank in ranks:
+            for name, merged in joined.items():
+                for key, value in getattr(rank, name).items():
+                    merged.setdefault(key, value)
+            for name, options in rank.param_groups.items():
+                groups.setdefault(name, options)
+        return {
+            "format": self.format,
+            "topology": self.topology,
+            "skipped_steps": self.skipped_steps,
+            **joined,
+            "random": [rank.random for rank in ranks],
+            "param_groups": list(groups.values()),
+            "tensors": list(tensors),
+        }

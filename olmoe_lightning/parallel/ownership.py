@@ -1,0 +1,262 @@
+"""Who owns what: the one place that knows which processes hold a tensor of a module, and under which name it is saved.
+
+A tensor has one global name, that of the module (with global layer numbers), whatever the mesh. It is held
+
+- by one stage of the pipeline: the first one, if several hold it, and only one may train it;
+- there, by every data rank, or, if it is a weight of the experts, in parts along its first dimension by the ranks of
+  the ``expert`` axis, each part by all ``expert_replica`` ranks.
+
+The processes that hold the same values are its *replicas*. The first of them is the source of the values when a run
+starts; gradients are summed over them; each of them updates and writes an equal share. Placement, reduction, gathering,
+saving, loading and refusals ask here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel.mesh import Axis, Mesh
+
+
+class Ownership:
+    """Of the tensors of a module, as they are now.
+
+    Args:
+        module: with the layers and experts of this process.
+        mesh: the processes.
+        experts: the parameters of which each rank of the ``expert`` axis holds its own part, along the first dimension.
+        trained: the parameters that the optimizer changes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        experts: Collection[nn.Parameter],
+        trained: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.parameters = {parameter: name for name, parameter in module.named_parameters()}
+        """Their names, in the order of the module; tied ones under their first name."""
+        self._experts = {id(parameter) for parameter in experts}
+        self._trained = {id(parameter) for parameter in trained}
+
+    # ---------------------------------------------------------------------------------------------- one tensor
+
+    def is_expert(self, tensor: Tensor) -> bool:
+        """Whether other ranks of the ``expert`` axis hold other parts of it."""
+        return id(tensor) in self._experts
+
+    def is_trained(self, tensor: Tensor) -> bool:
+        """Whether the optimizer, and nothing else, changes it."""
+        return id(tensor) in self._trained
+
+    def replicas(self, tensor: Tensor) -> Axis:
+        """The processes that hold the same values; the first is their source."""
+        return self.mesh.expert_replica if self.is_expert(tensor) else self.mesh.data
+
+    def shape(self, tensor: Tensor) -> list[int]:
+        """Of the global tensor."""
+        shape = list(tensor.shape)
+        if self.is_expert(tensor):
+            shape[0] *= self.mesh.expert.size
+        return shape
+
+    def size(self, tensor: Tensor) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape(tensor))
+
+    def start(self, tensor: Tensor) -> int:
+        """Where the part of this process begins in the flattened global tensor."""
+        return self.mesh.expert.rank * tensor.numel() if self.is_expert(tensor) else 0
+
+    # ---------------------------------------------------------------------------------------------- what is saved
+
+    class _Saved(NamedTuple):
+        tensors: dict[str, Tensor]
+        aliases: dict[str, str]
+        other: dict[str, Any]
+        names: dict[int, str]
+
+    @functools.cached_property
+    def _saved(self) -> _Saved:
+        saved = self._Saved({}, {}, {}, {})
+        held = {id(value) for value in (*self.parameters, *self.module.buffers())}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if id(value) not in held:
+                saved.other[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            elif id(value) in saved.names:
+                saved.aliases[name] = saved.names[id(value)]
+            elif value.numel():
+                saved.names[id(value)] = name
+                saved.tensors[name] = value
+        for parameter, name in self.parameters.items():
+            if self.is_trained(parameter) and id(parameter) not in saved.names:
+                # A module may leave it out of its state; its moments need a name all the same.
+                saved.names[id(parameter)] = name
+                if parameter.numel():
+                    saved.tensors[name] = parameter
+        return saved
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and kept buffers of this process under the names by which they are saved."""
+        return self._saved.tensors
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Second names of tied tensors, and the first ones."""
+        return self._saved.aliases
+
+    @property
+    def other(self) -> dict[str, Any]:
+        """What a module makes for its ``state_dict`` and takes back from it: extra state, values from hooks."""
+        return self._saved.other
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Global shape of each tensor of this process, by name."""
+        return {name: self.shape(value) for name, value in self.tensors.items()}
+
+    def name(self, tensor: Tensor) -> str:
+        """The name by which a tensor is saved."""
+        return self._saved.names[id(tensor)]
+
+    # ---------------------------------------------------------------------------------------------- all processes
+
+    def equalise(self) -> None:
+        """Every parameter and buffer gets the values of its source; collective."""
+        for parameter in self.parameters:
+            self.replicas(parameter).broadcast(parameter.data)
+        self.equalise_buffers()
+
+    def equalise_buffers(self) -> None:
+        """Buffers (running statistics) get the values of the first data rank, as under DDP; collective."""
+        for buffer in self.module.buffers():
+            if buffer.numel() and not buffer.is_meta:
+                self.mesh.data.broadcast(buffer.data)
+
+    def refuse_two_owners(self) -> None:
+        """Stop if two stages of the pipeline train a tensor of one name; collective, all processes refuse together.
+
+        Raises:
+            UserError: the names.
+        """
+        own = [name for parameter, name in self.parameters.items() if self.is_trained(parameter)]
+        everyone = self.mesh.pipeline.all_gather_objects(own)
+        counts = Counter(name for stage in everyone for name in stage)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise UserError(
+                f"{len(twice)} parameters are trained by several stages of the pipeline, each its own copy, for "
+                f"example {twice[0]}; in configure_model build only the layers that "
+                "trainer.strategy.stage_map.layers_of(rank) names, and share nothing between stages"
+            )
+
+    def describe(self, updated: Mapping[nn.Parameter, int] | None = None) -> str:
+        """Two tables for people: the rules for each kind of tensor, and who holds which; collective.
+
+        Args:
+            updated: elements of each trained parameter that the optimizer of this process updates.
+        """
+        rows = [
+            _Held(
+                name,
+                self._kind(tensor),
+                tuple(self.shape(tensor)),
+                self.mesh.rank,
+                (self.start(tensor), self.start(tensor) + tensor.numel()),
+                (updated or {}).get(tensor, 0) if isinstance(tensor, nn.Parameter) else 0,
+            )
+            for name, tensor in self.tensors.items()
+        ]
+        return _table(self.mesh, [row for rank in self.mesh.world.all_gather_objects(rows) for row in rank])
+
+    def _kind(self, tensor: Tensor) -> str:
+        if not isinstance(tensor, nn.Parameter):
+            return "buffer"
+        if not self.is_trained(tensor):
+            return "frozen"
+        return "expert" if self.is_expert(tensor) else "dense"
+
+
+class _Held(NamedTuple):
+    """What a process has of a tensor."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rank: int
+    span: tuple[int, int]
+    updated: int
+
+
+_RULES = (
+    ("kind", "replicas", "changed by", "when the others see it", "saved as"),
+    ("dense", "all data ranks", "optimizer, each rank its share", "before the layer's next forward", "state_dict.NAME"),
+    (
+        "expert",
+        "expert_replica",
+        "optimizer, each rank its share",
+        "before the layer's next forward",
+        "state_dict.NAME",
+    ),
+    ("frozen", "as dense or expert", "no one", "when the run starts", "state_dict.NAME"),
+    (
+        "buffer",
+        "all data ranks",
+        "forward; the first rank counts",
+        "when evaluation or a save starts",
+        "state_dict.NAME",
+    ),
+    ("gradient", "as its parameter", "backward, summed over replicas", "at the end of the step", "-"),
+    ("moments", "one rank each share", "optimizer", "never", "optimizer.NAME.KEY"),
+    ("random state", "one rank each", "whatever draws numbers", "never", "moe_checkpoint random[RANK]"),
+)
+
+
+def _table(mesh: Mesh, rows: list[_Held]) -> str:
+    lines = [("tensor", "kind", "shape", "held by", "updated by")]
+    by_name: dict[str, list[_Held]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, []).append(row)
+    for name, held in by_name.items():
+        spans: dict[tuple[int, int], list[int]] = {}
+        for row in held:
+            spans.setdefault(row.span, []).append(row.rank)
+        size = math.prod(held[0].shape)
+        first = held[0].shape[0] if held[0].shape else 1
+        parts = [
+            f"ranks {_ranks(ranks)}"
+            + ("" if span == (0, size) else f": [{span[0] * first // size}:{span[1] * first // size}]")
+            for span, ranks in spans.items()
+        ]
+        shares = [f"{row.rank}: {row.updated}" for row in held if row.updated]
+        lines.append((name, held[0].kind, str(list(held[0].shape)), "; ".join(parts), ", ".join(shares) or "-"))
+    shape = mesh.shape
+    title = (
+        f"{shape.world} processes: pipeline {shape.pipeline} x expert_replica {shape.expert_replica} x "
+        f"expert {shape.expert}"
+    )
+    return "\n".join([title, "", *_aligned(_RULES), "", *_aligned(lines)])
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``0-3`` or ``0, 2``."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -1,0 +1,67 @@
+"""Methods of Lightning's objects that are replaced during a run, and given back at its end: all of them, here.
+
+Lightning has no hook for these three: what clips in a precision plugin, what advances a schedule in a module, and what
+asks whether a file exists in a ``ModelCheckpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+
+
+class Patches:
+    """Replaced methods of objects, on the objects alone."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str]] = []
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(owner, name, method)
+        self._replaced.append((owner, name))
+
+    def clip(self, precision: Precision, by_norm: Callable[..., None], by_value: Callable[..., None]) -> None:
+        """``Trainer(gradient_clip_val=...)`` ends in these two, of stock and custom plugins alike."""
+        self._replace(precision, "clip_grad_by_norm", by_norm)
+        self._replace(precision, "clip_grad_by_value", by_value)
+
+    def step_schedules(self, module: LightningModule, advances: Callable[[Any], bool]) -> None:
+        """Let a schedule stand still after some optimizer steps.
+
+        Args:
+            module: whose ``lr_scheduler_step`` it is.
+            advances: whether a scheduler advances now.
+        """
+        step = module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any | None) -> None:
+            if advances(scheduler):
+                step(scheduler, metric)
+
+        self._replace(module, "lr_scheduler_step", lr_scheduler_step)
+
+    def count_as_existing(self, callback: Any, is_queued: Callable[[Any], bool]) -> None:
+        """ModelCheckpoint takes another name where there is a file already; one that is being written counts.
+
+        Args:
+            callback: any checkpoint callback.
+            is_queued: whether a file of this name is being written, by any process.
+        """
+        exists = getattr(type(callback), "file_exists", None)
+        if exists is None:
+            return
+
+        def file_exists(filepath: Any, trainer: Any) -> bool:
+            queued = is_queued(filepath)  # collective: not after an `or`
+            return bool(exists(callback, filepath, trainer)) or queued
+
+        self._replace(callback, "file_exists", file_exists)
+
+    def undo(self) -> None:
+        """Give all methods back."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced = []

@@ -1,0 +1,241 @@
+"""One optimizer step: forward and backward passes of its batches, the decision at their end, and the update.
+
+Lightning calls, for each batch, ``training_step`` and then ``backward``; with the last batch of a step the gradients of
+all are put together, and the optimizer updates. A pipeline makes its gradients inside of ``training_step`` already.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from olmoe_lightning.parallel.grad_norm import clip_coefficient
+from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
+from olmoe_lightning.parallel.weight_waits import WeightWaits
+from olmoe_lightning.training.objective import read_output
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite, and the strategy was told to stop at that."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the steps of one ``fit`` work with.
+
+    Args:
+        sharded: the optimizer's mechanics.
+        waits: weights that may arrive during the next forward pass.
+        gather_at_once: weights must be there when the step ends, because something may read them before that.
+        max_norm: the norm to clip to in the same multiplication as the division, ``None`` where something looks at the
+            gradients in between; asked at each step.
+        before_update: called when the optimizer is about to change its parameters and state.
+        global_step: number of the step, for messages.
+    """
+
+    sharded: ShardedOptimizer
+    waits: WeightWaits
+    gather_at_once: bool
+    max_norm: Callable[[], float | None]
+    before_update: Callable[[], None]
+    global_step: Callable[[], int]
+
+
+class OptimizerStep:
+    """The step under way, and what is known of the last one.
+
+    Args:
+        on_non_finite: see :class:`~olmoe_lightning.MoEStrategy`.
+    """
+
+    def __init__(self, on_non_finite: Literal["skip", "raise"]) -> None:
+        self.on_non_finite = on_non_finite
+        self.run: Run | None = None
+        """Of the fit under way, or of the last one until its optimizer is given up."""
+        self.grad_norm: float | None = None
+        """Global norm of the last step's mean gradient, before clipping; the same on all processes."""
+        self.skipped = False
+        """Whether the last step was skipped."""
+        self.skipped_steps = 0
+        """Steps that were skipped because something was not finite."""
+        self._last_batch = True  # of the step; else gradients stay here
+        self._open = False  # it has begun
+        self._gradients_made = False  # of this batch, by the schedule of a pipeline
+        self._loss: Tensor | None = None  # of this batch, a sum, to be differentiated
+        self._clipped = False
+
+    @property
+    def sharded(self) -> ShardedOptimizer | None:
+        """The optimizer's mechanics."""
+        return self.run.sharded if self.run is not None else None
+
+    def begin_run(self, run: Run) -> None:
+        """A fit starts."""
+        self.run = run
+        self._open, self._loss = False, None
+
+    def close_run(self, wait: bool = True) -> None:
+        """The fit is over; the optimizer can still be saved.
+
+        Args:
+            wait: for weights that are on their way; not if the others may be gone.
+        """
+        if self.run is not None:
+            self.run.waits.close()
+            if wait:
+                self.run.sharded.close()
+
+    def forget_run(self) -> None:
+        """Give its optimizer up."""
+        self.close_run()
+        self.run = None
+
+    # ---------------------------------------------------------------------------------------------- one batch
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Inside, batches are not the last ones of the step."""
+        self._last_batch = False
+        try:
+            yield
+        finally:
+            self._last_batch = True
+
+    def begin_forward(self) -> None:
+        """``training_step`` is about to be called."""
+        self._gradients_made = False
+        if self.run is not None:
+            self.run.waits.begin_forward()
+
+    def begin_pipeline(self) -> None:
+        """The schedule of a pipeline is about to make gradients, inside of ``training_step``."""
+        self._gradients_made = True
+        self._begin_backward(sync=False)
+
+    def end_forward(self, output: Any, staged: bool) -> None:
+        """``training_step`` has returned.
+
+        Args:
+            output: what it returned.
+            staged: whether the module is cut into stages.
+
+        Raises:
+            RuntimeError: it is, but the batch did not pass through them.
+        """
+        if self.run is None:
+            return
+        found = read_output(output)
+        if found is None:  # Lightning has words for that, or skips the batch
+            if self._last_batch and self._open:
+                self._begin_backward(sync=True)
+                self._finish(self.run)
+            return
+        if staged and not self._gradients_made:
+            raise RuntimeError(
+                "training_step did not call self.trainer.strategy.pipeline_step, so that the stages made no gradients"
+            )
+        self._loss = found.loss_sum
+        self.run.sharded.add_loss(found.loss, found.num_tokens)
+
+    def begin_backward(self) -> bool:
+        """``backward`` is about to be called; whether its gradients are of this step."""
+        if self.run is None or self._loss is None:
+            return False
+        if not self._gradients_made:
+            self._begin_backward(self._last_batch)
+        return True
+
+    def take_loss(self) -> Tensor | None:
+        """What is to be differentiated, a sum over tokens; ``None`` if a pipeline has done it."""
+        loss, self._loss = self._loss, None
+        return None if self._gradients_made else loss
+
+    def end_backward(self) -> None:
+        """The gradients of a batch are there; with those of the last one the step is decided."""
+        assert self.run is not None
+        self.run.waits.end_backward()
+        if self._last_batch:
+            self._finish(self.run)
+
+    def _begin_backward(self, sync: bool) -> None:
+        if self.run is None:
+            return
+        if not self._open:
+            self.run.sharded.begin_step()
+            self._open = True
+        self.run.sharded.begin_backward(sync)
+
+    # ---------------------------------------------------------------------------------------------- the decision
+
+    def _finish(self, run: Run) -> None:
+        """Put the gradients of all processes together; all take the same decision."""
+        self._open = False
+        result = run.sharded.finish_backward()
+        run.before_update()
+        self.grad_norm = result.grad_norm
+        self.skipped = not result.finite
+        if self.skipped:
+            self._refuse(run, result)
+            run.sharded.drop_grads()
+            return
+        max_norm = run.max_norm()
+        self._clipped = max_norm is not None
+        run.sharded.assign_grads(max_norm)
+
+    def _refuse(self, run: Run, result: StepResult) -> None:
+        what = (
+            f"the loss of {result.bad_losses} microbatches was not finite"
+            if result.bad_losses
+            else f"the global gradient norm is {result.grad_norm}"
+        )
+        if self.on_non_finite == "raise":
+            bad = run.sharded.non_finite_parameters()
+            found = f"; not finite on {run.sharded.mesh}: {', '.join(bad[:5]) or 'nothing'}"
+            raise NonFiniteError(f"optimizer step {run.global_step()}: {what}{found}. Nothing was changed by it.")
+        self.skipped_steps += 1
+        rank_zero_warn(
+            f"Skipped optimizer step {run.global_step()} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
+            "schedule and router biases are as before it."
+        )
+
+    # ---------------------------------------------------------------------------------------------- the update
+
+    @torch.no_grad()
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Bring the gradients down to a global norm; in place of the method of Lightning's precision plugins."""
+        if self.run is None or self._clipped or self.skipped or self.grad_norm is None:
+            return
+        coefficient = clip_coefficient(torch.tensor(self.grad_norm, dtype=torch.float64), clip_val)
+        torch._foreach_mul_(self.run.sharded.gradients(), float(coefficient))
+
+    @torch.no_grad()
+    def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Bring every gradient into ``[-clip_val, clip_val]``; likewise."""
+        if self.run is not None:
+            for gradient in self.run.sharded.gradients():
+                gradient.clamp_(-clip_val, clip_val)
+
+    def after_update(self) -> None:
+        """The optimizer has updated its part, or left it alone if the step was skipped."""
+        if self.run is None:
+            return
+        self.run.sharded.check_groups()
+        if not self.skipped:
+            self.run.sharded.start_gather()
+            if self.run.gather_at_once:
+                self.run.sharded.finish_gather()
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last step have arrived from the other processes."""
+        if self.run is not None:
+            self.run.sharded.finish_gather()

@@ -610,8 +610,12 @@ class MoEStrategy(ParallelStrategy):
 
     @property
     def async_save(self) -> bool | Literal["overlap"]:
-        """As it was asked for."""
+        """Of the next checkpoint; may be changed."""
         return self._saver.async_save
+
+    @async_save.setter
+    def async_save(self, value: bool | Literal["overlap"]) -> None:
+        self._saver.async_save = value
 
     @property
     def sharded(self) -> ShardedOptimizer | None:

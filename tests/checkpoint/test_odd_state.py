@@ -292,7 +292,7 @@ def test_old_ones_with_names_of_their_own_go(tmp_path, kind):
 def test_skipped_steps_and_random_numbers_are_in_a_joined_file_too(tmp_path):
     run = trainer(state_dict_type="full")
     run.fit(Plain(), data())
-    run.strategy.skipped_steps = 3
+    run.strategy._step.skipped_steps = 3
     torch.manual_seed(11)
     run.save_checkpoint(tmp_path / "a.ckpt")
     expected = torch.rand(1)

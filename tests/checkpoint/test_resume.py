@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule, TokenSource
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
+from olmoe_lightning.training import loader
 
 CONFIG = ModelConfig(
     vocab_size=264,
@@ -132,12 +133,9 @@ def test_the_comparison_sees_other_random_numbers(workers, folder):
 
 
 def run_without_random_state(folder, path):
-    original = MoEStrategy._restore_random_state
-    MoEStrategy._restore_random_state = lambda self, meta: None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "restore_random_state", lambda *_: None)
         return run(folder, 2, 2, ckpt_path=path)
-    finally:
-        MoEStrategy._restore_random_state = original
 
 
 def test_another_number_of_processes_starts_numbers_that_depend_on_checkpoint_and_rank_alone(workers, folder):

@@ -25,7 +25,7 @@ from olmoe_lightning.kernels import (
     rowwise,
     swiglu,
 )
-from olmoe_lightning.kernels.rowwise import Window
+from olmoe_lightning.kernels.routes import Window
 
 DTYPES = (torch.bfloat16, torch.float32)
 ROUNDED = {torch.bfloat16: 2**-6, torch.float32: 1e-5}

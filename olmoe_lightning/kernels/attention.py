@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import integer, library, pointer
 
 
 def visibility_mask(first_key_BS: Tensor) -> Tensor:
@@ -36,12 +37,12 @@ def causal_attention(
         k_BSHC: [B, S, Hkv, C].
         v_BSHC: [B, S, Hkv, C].
         first_key_BS: int32 [B, S], first visible key of each query; ``None``: 0.
-        mask: :func:`visibility_mask` of it, if the caller has it at hand.
+        mask: :func:`visibility_mask` of it, if the caller has it.
 
     Returns:
         [B, S, Hq, C].
     """
-    if usable(q_BSHC, k_BSHC, v_BSHC) and q_BSHC.shape[1] == k_BSHC.shape[1]:
+    if on_cpu(q_BSHC, k_BSHC, v_BSHC) and q_BSHC.shape[1] == k_BSHC.shape[1]:
         if first_key_BS is None:
             first_key_BS = torch.zeros(q_BSHC.shape[:2], dtype=torch.int32)
         return _CausalAttention.apply(q_BSHC, k_BSHC, v_BSHC, first_key_BS)

@@ -10,7 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import integer, library, pointer
 
 
 def cross_entropy_rows_(
@@ -30,9 +31,9 @@ def cross_entropy_rows_(
         fp32 [N] cross entropy in nats (0 where ignored), fp32 [N] logsumexp of every row.
 
     Raises:
-        IndexError: a label is no token of the vocabulary (on the CPU, where no device-side check would tell).
+        IndexError: a label is no token of the vocabulary (on the CPU, where no check on the device would find it).
     """
-    if usable(logits_NV) and logits_NV.is_contiguous():
+    if on_cpu(logits_NV) and logits_NV.is_contiguous():
         _check_labels(labels_N, ignore_index, logits_NV.shape[1])
         loss, lse = logits_NV.new_empty(len(labels_N)), logits_NV.new_empty(len(labels_N))
         labels_N = labels_N.long().contiguous()

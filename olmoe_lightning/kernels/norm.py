@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import integer, library, pointer
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
         weight_W: [W].
         eps: added to the mean square.
     """
-    if usable(x, weight_W) and weight_W.shape == x.shape[-1:] and weight_W.is_contiguous():
+    if on_cpu(x, weight_W) and weight_W.shape == x.shape[-1:] and weight_W.is_contiguous():
         return _RMSNorm.apply(x, weight_W, eps)
     return rms_norm_reference(x, weight_W, eps)
 
@@ -83,9 +84,9 @@ class HeadLayout(NamedTuple):
 def prepare_qkv(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the joint projection, normalise queries and keys, and turn them by their positions.
+    """Split the joint projection, normalise queries and keys, and rotate them by their positions.
 
-    The pairs (i, i + C/2) of a head turn together, as in NeoX and Hugging Face.
+    The pairs (i, i + C/2) of a head rotate together, as in NeoX and Hugging Face.
 
     Args:
         qkv: [B, S, (Hq + 2 Hkv) C]: all queries, then keys, then values.
@@ -98,7 +99,7 @@ def prepare_qkv(
     Returns:
         [B, S, Hq, C], [B, S, Hkv, C], [B, S, Hkv, C].
     """
-    if layout.clip is None and usable(qkv, q_weight, k_weight, cos, sin):
+    if layout.clip is None and on_cpu(qkv, q_weight, k_weight, cos, sin):
         return _PrepareQKV.apply(qkv, q_weight, k_weight, cos, sin, layout)
     return prepare_qkv_reference(qkv, q_weight, k_weight, cos, sin, layout)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import integer, library, pointer
 
 
 class RouterRows(NamedTuple):
@@ -59,7 +60,7 @@ def router_rows(
             f"the mask of {len(logits_TE)} tokens must be bool [{len(logits_TE)}], "
             f"got {mask_T.dtype} {list(mask_T.shape)}"
         )
-    if not sigmoid and usable(logits_TE):
+    if not sigmoid and on_cpu(logits_TE):
         return RouterRows(*_SoftmaxRows.apply(logits_TE, choose, mask_T, scopes))
     return router_rows_reference(logits_TE, choose, mask_T, scopes, sigmoid)
 

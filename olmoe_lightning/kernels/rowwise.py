@@ -1,7 +1,7 @@
 """Routed rows in the memory of peers: where each belongs, writing them there, and reading them back to sum them.
 
-Nothing here asks for a value of a tensor on the host. A row number of -1 means that the route was dropped. Everything
-has a PyTorch reference, which also serves what is traced or fake; CUDA tensors take Triton (``gpu/``), CPU tensors C++.
+Nothing here reads a value of a tensor on the host. A row number of -1 means that the route was dropped. Everything
+has a PyTorch reference, which also serves traced and fake tensors; CUDA tensors take Triton, CPU tensors C++.
 
 T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, C rows that fit.
 """
@@ -11,31 +11,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
-
-
-class Routes(NamedTuple):
-    """The place of each route's row."""
-
-    rank_TK: Tensor
-    """int32 [T, K]: the process that has the expert."""
-    row_TK: Tensor
-    """int32 [T, K]: the row there; -1 for a route that is dropped."""
-
-
-class Window(NamedTuple):
-    """Rows in one process' memory. There is a row more than fit: where the reference puts what it must not write."""
-
-    rows: Tensor
-    """[C + 1, D]."""
-    weights: Tensor
-    """fp32 [C + 1]."""
+from olmoe_lightning.kernels.choice import ROWS, on_cpu, on_gpu
+from olmoe_lightning.kernels.cpu.native import integer, library, pointer
+from olmoe_lightning.kernels.routes import Routes, Window
 
 
 def count_routes(expert_ids_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> Tensor:
@@ -83,7 +65,7 @@ def _place(expert_ids_TK: Tensor, keep_TK: Tensor | None, base_E: Tensor, expert
     experts = len(base_E)
     if gpu := _gpu(expert_ids_TK, keep_TK):
         return Routes(*gpu.place_routes(expert_ids_TK, keep_TK, base_E, experts_local))
-    if usable() and type(expert_ids_TK) is Tensor and expert_ids_TK.device.type == "cpu":
+    if on_cpu(expert_ids_TK, keep_TK, dtypes=(torch.int64, torch.bool)):
         ids = expert_ids_TK.contiguous()
         keep = None if keep_TK is None else keep_TK.contiguous()
         routes = Routes(torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))
@@ -234,13 +216,8 @@ def _gpu(numbers: Tensor, *rows: Tensor | None) -> ModuleType | None:
 
 
 def _native(*tensors: Tensor) -> bool:
-    return usable() and all(
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.bfloat16)
-        and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    """Whether the C++ kernels serve these rows, or what stands beside them."""
+    return on_cpu(*tensors, dtypes=(torch.float32, torch.bfloat16)) and all(each.is_contiguous() for each in tensors)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

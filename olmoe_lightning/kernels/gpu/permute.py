@@ -13,7 +13,7 @@ from torch import Tensor
 from olmoe_lightning.kernels.gpu.routes import sort_routes
 from olmoe_lightning.kernels.gpu.rows import cut, side_by_side
 from olmoe_lightning.kernels.gpu.specimen import Specimen
-from olmoe_lightning.kernels.permute import Permutation
+from olmoe_lightning.kernels.routes import Permutation
 
 
 @triton.jit

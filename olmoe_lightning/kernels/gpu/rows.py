@@ -17,7 +17,7 @@ from torch import Tensor
 
 from olmoe_lightning.kernels.gpu.routes import count_routes, place_routes
 from olmoe_lightning.kernels.gpu.specimen import Specimen
-from olmoe_lightning.kernels.rowwise import Routes, Window
+from olmoe_lightning.kernels.routes import Routes, Window
 
 __all__ = ["count_routes", "gather_weights", "place_routes", "publish_rows", "put_rows", "sum_rows"]
 

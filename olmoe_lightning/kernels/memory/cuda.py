@@ -83,7 +83,7 @@ class _Use:
 
 
 class VirtualDeviceMemory(VirtualMemory):
-    """One virtual rank's view of memory on a device: threads that share a GPU and its stream, or one process alone.
+    """One virtual rank's view of memory on a device: threads that share a GPU and its stream, or a single process.
 
     Args:
         ranks: what the virtual ranks have in common.
@@ -133,22 +133,22 @@ class CudaMemory(SymmetricMemory):
             backend="gloo",
             use_local_synchronization=True,
         )
-        # Nobody begins what another will not join: torch's rendezvous would wait for it.
+        # All processes learn of a problem before torch's rendezvous, which would wait for those that do not come.
         try:
             place: _Place | str = _place(device)
         except RuntimeError as error:
             place = f"rank {self.rank} cannot use its GPU {device}: {error}"
-        if problem := unreachable(self._tell(place)):
+        if problem := unreachable(self._gather(place)):
             raise ValueError(f"{problem}: {ELSEWHERE}")
         failed = None
         try:
             self._barrier = self._make(4096)
         except Exception as error:  # whatever it is, the others must know
             failed = f"rank {self.rank} cannot map the memory of the other GPUs: {error}"
-        if failures := [each for each in self._tell(failed) if each]:
+        if failures := [each for each in self._gather(failed) if each]:
             raise ValueError(f"{failures[0]}: {ELSEWHERE}")
 
-    def _tell(self, mine: Any) -> list[Any]:
+    def _gather(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self._host)
         return everyone

@@ -1,4 +1,4 @@
-"""A region of symmetric memory that is mapped into the address space: of this process alone, or of several."""
+"""A region of symmetric memory that is mapped into the address space of one process or of several."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from olmoe_lightning.kernels.cpu.native import integer, library, unavailable_reason
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
-from olmoe_lightning.kernels.native import integer, library, unavailable_reason
 
 _BLOCK = 4096
-"""Bytes of a process' meeting point: see ``cpu/peers.cpp``. Its last eight bytes tell it from any other file."""
+"""Bytes of a process' block of barrier words, see ``cpu/peers.cpp``. The last eight are a token that identifies it."""
 _SLICE_SECONDS = 0.1
-"""After so long a wait looks whether the others still live."""
+"""A wait looks so often whether the other processes still live."""
 
 ELSEWHERE = (
     "it needs memory that all processes can map, which only those of one host have; take 'all_to_all', which runs over "
@@ -48,8 +48,8 @@ class PosixMemory(SymmetricMemory):
     """Memory that the processes of a group on one host share; made by all of them together.
 
     Args:
-        group: a process group that can carry objects; it is used here only, and where the meeting in shared memory
-            cannot be had (no C++ compiler).
+        group: a process group that can carry objects; it is used here only, and for exchanges where the barrier in
+            shared memory is missing (no C++ compiler).
         timeout: seconds that a process waits for another; ``None`` for the group's.
 
     Raises:
@@ -71,7 +71,7 @@ class PosixMemory(SymmetricMemory):
             introductions: list[Any] = [None] * self.size
             mine = (socket.gethostname(), os.getpid(), block, token, unavailable_reason() is None)
             dist.all_gather_object(introductions, mine, group=group)
-            maps, problem = self._meet(introductions)
+            maps, problem = self._map_blocks(introductions)
             problems: list[Any] = [None] * self.size
             dist.all_gather_object(problems, problem, group=group)
         finally:
@@ -83,12 +83,12 @@ class PosixMemory(SymmetricMemory):
             )
         self._pids = [pid for _, pid, *_ in introductions]
         self._watched = [_watch(pid) for pid in self._pids]
-        self._meets = all(native for *_, native in introductions)
+        self._native = all(native for *_, native in introductions)
         self._maps = maps
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
         self._blocks = (ctypes.c_void_p * self.size)(*addresses)
 
-    def _meet(self, introductions: Sequence[Any]) -> tuple[list[mmap.mmap], str | None]:
+    def _map_blocks(self, introductions: Sequence[Any]) -> tuple[list[mmap.mmap], str | None]:
         maps: list[mmap.mmap] = []
         for other, (host, pid, fd, token, _) in enumerate(introductions):
             try:
@@ -127,7 +127,7 @@ class PosixMemory(SymmetricMemory):
         count = len(numbers)
         if count > MAX_NUMBERS:
             raise ValueError(f"an exchange carries at most {MAX_NUMBERS} numbers, got {count}")
-        if not self._meets:
+        if not self._native:
             return self._exchange_by_group(numbers)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         mine, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self.size))()
@@ -141,16 +141,16 @@ class PosixMemory(SymmetricMemory):
             missing = read(self._blocks, integer(self.size), sequence, integer(count), seconds, all_numbers)
             if missing < 0:
                 break
-            # One that posted before it ended has come; only then is it looked at again.
+            # A process may post and then end: its words are read once more before it counts as missing.
             self._check(missing, started, lambda: read(self._blocks, integer(self.size), sequence, integer(count),
                                                        ctypes.c_double(0), all_numbers))  # fmt: skip
         return [tuple(all_numbers[rank * count : (rank + 1) * count]) for rank in range(self.size)]
 
-    def _check(self, missing: int, started: float, look_again: Callable[[], int]) -> None:
+    def _check(self, missing: int, started: float, read_again: Callable[[], int]) -> None:
         waited = time.monotonic() - started
         watched = self._watched[missing]
         ended = watched is not None and bool(select.select([watched], [], [], 0)[0])
-        if (ended or waited > self.timeout) and look_again() == missing:
+        if (ended or waited > self.timeout) and read_again() == missing:
             what = "has ended" if ended else f"did not come within {waited:.0f} s"
             raise PeerError(f"rank {missing} of {self.size} (process {self._pids[missing]}) {what}")
 
@@ -189,7 +189,7 @@ def _watch(pid: int) -> int | None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds; torch has no public way to ask, and ``tests`` notice when this one moves."""
+    """Seconds; torch has no public name for it, and a test fails when the private one moves."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):

@@ -1,13 +1,11 @@
 """The CPU kernels in C++: compiled once with the machine's compiler, loaded with ctypes, and never required.
 
-They work on dense fp32 tensors in memory. Where they cannot run (no compiler, another BLAS, another dtype or device, a
-traced or fake tensor) the callers take their PyTorch reference instead, which gives the same numbers up to rounding.
+They work on dense tensors in memory. Where they cannot run (no compiler, another BLAS) the operations take their
+PyTorch reference instead, which gives the same numbers up to rounding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import ctypes
 import functools
 import hashlib
@@ -15,13 +13,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_SOURCES = Path(__file__).parent / "cpu"
+_SOURCES = Path(__file__).parent
 
 _COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffast-math", "-fno-finite-math-only"]
 _VECTOR = {
@@ -29,33 +26,9 @@ _VECTOR = {
     "AVX2": ["-mavx2", "-mfma"],
 }
 
-reference_only = contextvars.ContextVar("olmoe_lightning_reference_kernels", default=False)
-
 
 class Unavailable(RuntimeError):
     """Why the kernels cannot run here."""
-
-
-@contextlib.contextmanager
-def reference_kernels() -> Iterator[None]:
-    """Inside, every kernel takes its PyTorch reference: to compare the two, or to count operations."""
-    token = reference_only.set(True)
-    try:
-        yield
-    finally:
-        reference_only.reset(token)
-
-
-def usable(*tensors: Tensor | None) -> bool:
-    """Whether the native kernels may serve these operands: plain fp32 CPU tensors, not traced."""
-    if torch.compiler.is_compiling() or reference_only.get():
-        return False
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-            return False
-    return unavailable_reason() is None
 
 
 @functools.cache

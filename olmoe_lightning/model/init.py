@@ -23,7 +23,7 @@ class Embedding(nn.Embedding):
 
 
 def seeded_generator(seed: int, *key: str | int) -> torch.Generator:
-    """A CPU generator whose stream depends on the seed and the key alone."""
+    """A CPU generator whose stream depends on nothing but the seed and the key."""
     text = "/".join(map(str, (seed, *key)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -6,11 +6,13 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class Linear(nn.Linear):
     """A linear layer that leaves its weight to :func:`init_weights` instead of drawing one on construction."""
 
+    @override
     def reset_parameters(self) -> None:
         """Nothing to do here."""
 
@@ -18,6 +20,7 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """An embedding that leaves its weight to :func:`init_weights` instead of drawing one on construction."""
 
+    @override
     def reset_parameters(self) -> None:
         """Nothing to do here."""
 

@@ -52,29 +52,29 @@ class _Route:
         # per process what goes there, then per (process, local expert) what comes from there
         numbers = torch.cat([self._sent_E.view(size, experts).sum(1, dtype=torch.int32), self._received_NE.view(-1)])
         host = _to_host(numbers)
-        self.sent, self.pieces = host[:size], host[size:]
-        self.received = [sum(self.pieces[i * experts : (i + 1) * experts]) for i in range(size)]
+        self.sent, self.blocks = host[:size], host[size:]
+        self.received = [sum(self.blocks[i * experts : (i + 1) * experts]) for i in range(size)]
         self.regroups = size > 1 and experts > 1
-        # position of piece (source, expert) when sorted by expert
+        # position of block (source, expert) when sorted by expert
         self._by_expert = [source * experts + expert for expert in range(experts) for source in range(size)]
         return self._received_NE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     def by_expert(self, arrived: Tensor) -> Tensor:
-        """Put the pieces of each expert side by side; [R, ...]."""
+        """Put the blocks of each expert side by side; [R, ...]."""
         if not self.regroups:
             return arrived
-        pieces = arrived.split(self.pieces)
-        return torch.cat([pieces[i] for i in self._by_expert])
+        blocks = arrived.split(self.blocks)
+        return torch.cat([blocks[i] for i in self._by_expert])
 
     def by_source(self, rows: Tensor) -> Tensor:
         """The inverse: as they arrived."""
         if not self.regroups:
             return rows.contiguous()
-        split = rows.split([self.pieces[i] for i in self._by_expert])
-        pieces: list[Tensor] = [rows] * len(split)
-        for i, piece in zip(self._by_expert, split, strict=True):
-            pieces[i] = piece
-        return torch.cat(pieces)
+        split = rows.split([self.blocks[i] for i in self._by_expert])
+        blocks: list[Tensor] = [rows] * len(split)
+        for i, block in zip(self._by_expert, split, strict=True):
+            blocks[i] = block
+        return torch.cat(blocks)
 
     def send(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start the exchange to the experts."""

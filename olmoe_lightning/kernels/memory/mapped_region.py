@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from olmoe_lightning.kernels.memory.symmetric import Region
 
@@ -30,6 +31,7 @@ class MappedRegion(Region):
                 with contextlib.suppress(OSError):  # advice
                     each.madvise(mmap.MADV_HUGEPAGE)
 
+    @override
     def storage(self, rank: int, on_release: Callable[[], None] | None = None) -> Tensor:
         """All bytes of a process' part.
 

@@ -14,12 +14,14 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from olmoe_lightning.kernels.cpu.native import integer, library, unavailable_reason
+from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
 
@@ -42,6 +44,18 @@ def posix_memory_missing() -> str | None:
     if not dist.is_available():
         return "this build of torch has no torch.distributed"
     return None
+
+
+class _Peer(NamedTuple):
+    """What the others must know of a process to map its block."""
+
+    host: str
+    pid: int
+    block: int
+    """Number of its open file."""
+    token: bytes
+    native: bool
+    """Whether the barrier's kernels run there."""
 
 
 class PosixMemory(SymmetricMemory):
@@ -68,41 +82,39 @@ class PosixMemory(SymmetricMemory):
             own = mmap.mmap(block, _BLOCK)
             token = os.urandom(8)
             own[-8:] = token
-            introductions: list[Any] = [None] * self.size
-            mine = (socket.gethostname(), os.getpid(), block, token, unavailable_reason() is None)
-            dist.all_gather_object(introductions, mine, group=group)
-            maps, problem = self._map_blocks(introductions)
-            problems: list[Any] = [None] * self.size
-            dist.all_gather_object(problems, problem, group=group)
+            mine = _Peer(socket.gethostname(), os.getpid(), block, token, unavailable_reason() is None)
+            peers: list[_Peer] = gather_objects(group, mine)
+            maps, problem = self._map_blocks(peers)
+            problems: list[str | None] = gather_objects(group, problem)
         finally:
             os.close(block)
         if any(problems):
-            hosts = sorted({host for host, *_ in introductions})
+            hosts = sorted({peer.host for peer in peers})
             raise ValueError(
                 f"{next(filter(None, problems))}; the processes are on hosts {', '.join(hosts)}: {ELSEWHERE}"
             )
-        self._pids = [pid for _, pid, *_ in introductions]
+        self._pids = [peer.pid for peer in peers]
         self._watched = [_watch(pid) for pid in self._pids]
-        self._native = all(native for *_, native in introductions)
+        self._native = all(peer.native for peer in peers)
         self._maps = maps
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
         self._blocks = (ctypes.c_void_p * self.size)(*addresses)
 
-    def _map_blocks(self, introductions: Sequence[Any]) -> tuple[list[mmap.mmap], str | None]:
+    def _map_blocks(self, peers: Sequence[_Peer]) -> tuple[list[mmap.mmap], str | None]:
+        """The blocks of all processes by rank, or why one cannot be mapped."""
         maps: list[mmap.mmap] = []
-        for other, (host, pid, fd, token, _) in enumerate(introductions):
+        for other, peer in enumerate(peers):
             try:
-                each = _map(pid, fd, _BLOCK)
+                each = _map(peer.pid, peer.block, _BLOCK)
             except OSError as error:
-                return (
-                    maps,
-                    f"rank {self.rank} cannot open the memory of rank {other} (process {pid} on {host}): {error}",
-                )
-            if each[-8:] != token:
-                return maps, f"rank {self.rank} finds another process than rank {other} under the number {pid}"
+                where = f"rank {other} (process {peer.pid} on {peer.host})"
+                return maps, f"rank {self.rank} cannot open the memory of {where}: {error}"
+            if each[-8:] != peer.token:
+                return maps, f"rank {self.rank} finds another process than rank {other} under the number {peer.pid}"
             maps.append(each)
         return maps, None
 
+    @override
     def allocate(self, nbytes: int) -> Region:
         """A file of each process, mapped by all."""
         nbytes = max(nbytes, mmap.PAGESIZE)
@@ -122,13 +134,14 @@ class PosixMemory(SymmetricMemory):
             raise MemoryError(f"ranks {wrong} of {self.size} could not map {nbytes} bytes of each of them{failed}")
         return MappedRegion(maps, nbytes)
 
+    @override
     def exchange(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Over words in shared memory, or over the group where there are no compiled kernels."""
         count = len(numbers)
         if count > MAX_NUMBERS:
             raise ValueError(f"an exchange carries at most {MAX_NUMBERS} numbers, got {count}")
         if not self._native:
-            return self._exchange_by_group(numbers)
+            return gather_numbers(self.group, numbers)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         mine, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self.size))()
         sequence = ctypes.c_int32(self._sequence)
@@ -154,15 +167,7 @@ class PosixMemory(SymmetricMemory):
             what = "has ended" if ended else f"did not come within {waited:.0f} s"
             raise PeerError(f"rank {missing} of {self.size} (process {self._pids[missing]}) {what}")
 
-    def _exchange_by_group(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        mine = torch.tensor([*numbers, 0])
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            dist.all_gather(parts, mine, group=self.group)
-        except RuntimeError as error:
-            raise PeerError(f"rank {self.rank} of {self.size} waited in vain for another: {error}") from error
-        return [tuple(part[:-1].tolist()) for part in parts]
-
+    @override
     def close(self) -> None:
         """Stop watching the others."""
         for watched in self._watched:

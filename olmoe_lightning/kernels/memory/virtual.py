@@ -7,6 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import PeerError, Region, SymmetricMemory
 
@@ -59,13 +61,16 @@ class VirtualMemory(SymmetricMemory):
         self._calls += 1
         return self._ranks.gather(self.rank, self._calls - 1, mine)
 
+    @override
     def allocate(self, nbytes: int) -> Region:
         """A mapping of each rank, shared by the threads."""
         return MappedRegion(self._gather(mmap.mmap(-1, max(nbytes, 1))), nbytes)
 
+    @override
     def exchange(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Numbers of all threads."""
         return self._gather(tuple(numbers))
 
+    @override
     def close(self) -> None:
         """Nothing is held."""

@@ -5,7 +5,6 @@ B batch, S sequence, Hq query heads, Hkv key/value heads, C head width.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.kernels.choice import on_cpu
-from olmoe_lightning.kernels.cpu.native import integer, library, pointer
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def visibility_mask(first_key_BS: Tensor) -> Tensor:
@@ -65,10 +64,7 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, first_key = q.contiguous(), k.contiguous(), v.contiguous(), first_key.to(torch.int32).contiguous()
         batch, seq, heads, _ = q.shape
         out, lse = torch.empty_like(q), q.new_empty(batch, heads, seq)
-        library().attention_forward(
-            pointer(q), pointer(k), pointer(v), pointer(first_key), *_sizes(q, k), pointer(out), pointer(lse),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("attention_forward", q, k, v, first_key, *_sizes(q, k), out, lse, threads())
         ctx.save_for_backward(q, k, v, first_key, out, lse)
         return out
 
@@ -78,13 +74,12 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, first_key, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        library().attention_backward(
-            pointer(grad), pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse), pointer(first_key),
-            *_sizes(q, k), pointer(grad_q), pointer(grad_k), pointer(grad_v), torch.get_num_threads(),
-        )  # fmt: skip
+        inputs = (grad, q, k, v, out, lse, first_key)
+        call("attention_backward", *inputs, *_sizes(q, k), grad_q, grad_k, grad_v, threads())
         return grad_q, grad_k, grad_v, None
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[Any, ...]:
+def _sizes(q: Tensor, k: Tensor) -> tuple[float, ...]:
+    """B, S, Hq, Hkv, C and the scale of the scores."""
     batch, seq, heads, width = q.shape
-    return (*map(integer, (batch, seq, heads, k.shape[2], width)), ctypes.c_float(width**-0.5))
+    return batch, seq, heads, k.shape[2], width, width**-0.5

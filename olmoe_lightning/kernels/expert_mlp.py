@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.kernels.autocast import cast_operands
 from olmoe_lightning.kernels.choice import on_cpu
-from olmoe_lightning.kernels.cpu.native import integer, library, pointer
+from olmoe_lightning.kernels.cpu.native import call, threads
 from olmoe_lightning.kernels.grouped_mm import grouped_mm
 from olmoe_lightning.kernels.needed import needed_grads, not_leaf
 from olmoe_lightning.kernels.swiglu import swiglu
@@ -79,10 +79,8 @@ class _ExpertMLP(torch.autograd.Function):
         w_gate_up, w_down = w_gate_up.contiguous(), w_down.contiguous()
         experts, width, hidden = w_down.shape
         gate_up, y = rows.new_empty(len(rows), 2 * hidden), torch.empty_like(rows)
-        library().experts_forward(
-            *map(pointer, (rows, w_gate_up, w_down, row_weights, offsets)),
-            *map(integer, (len(rows), experts, width, hidden)), pointer(gate_up), pointer(y), torch.get_num_threads(),
-        )  # fmt: skip
+        inputs = (rows, w_gate_up, w_down, row_weights, offsets)
+        call("experts_forward", *inputs, len(rows), experts, width, hidden, gate_up, y, threads())
         ctx.save_for_backward(rows, w_gate_up, w_down, row_weights, offsets, gate_up)
         return y
 
@@ -94,8 +92,5 @@ class _ExpertMLP(torch.autograd.Function):
         needed = needed_grads(ctx, 4)
         inputs = (rows, w_gate_up, w_down, row_weights)
         grads = [torch.empty_like(each) if need else None for each, need in zip(inputs, needed, strict=True)]
-        library().experts_backward(
-            *map(pointer, (grad, rows, w_gate_up, w_down, row_weights, gate_up, offsets)),
-            *map(integer, (len(rows), *w_down.shape)), *map(pointer, grads), torch.get_num_threads(),
-        )  # fmt: skip
+        call("experts_backward", grad, *inputs, gate_up, offsets, len(rows), *w_down.shape, *grads, threads())
         return (*grads, None)

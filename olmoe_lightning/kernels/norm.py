@@ -5,7 +5,6 @@ N rows, W width, B batch, S sequence, Hq query heads, Hkv key/value heads, C hea
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from olmoe_lightning.kernels.choice import on_cpu
-from olmoe_lightning.kernels.cpu.native import integer, library, pointer
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -42,10 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x)
         width = x.shape[-1]
-        library().rms_norm_forward(
-            pointer(x), pointer(weight), integer(x.numel() // width), integer(width), ctypes.c_float(eps), pointer(y),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("rms_norm_forward", x, weight, x.numel() // width, width, float(eps), y, threads())
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return y
@@ -57,10 +53,8 @@ class _RMSNorm(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         width = x.shape[-1]
-        library().rms_norm_backward(
-            pointer(grad), pointer(x), pointer(weight), integer(x.numel() // width), integer(width),
-            ctypes.c_float(ctx.eps), pointer(grad_x), pointer(grad_weight), torch.get_num_threads(),
-        )  # fmt: skip
+        sizes = (x.numel() // width, width)
+        call("rms_norm_backward", grad, x, weight, *sizes, float(ctx.eps), grad_x, grad_weight, threads())
         return grad_x, grad_weight, None
 
 
@@ -150,11 +144,9 @@ class _PrepareQKV(torch.autograd.Function):
         q = qkv.new_empty(batch, seq, heads, width)
         k = qkv.new_empty(batch, seq, kv_heads, width)
         for out, weight, count, offset in ((q, q_weight, heads, 0), (k, k_weight, kv_heads, heads * width)):
-            library().norm_rotate_forward(
-                pointer(qkv[..., offset:]), integer(stride), pointer(weight), pointer(cos), pointer(sin),
-                integer(batch * seq), integer(cos.shape[0] * seq), integer(count), integer(width),
-                integer(0 if weight is None else layout.norm_width(count)), ctypes.c_float(layout.eps), pointer(out),
-                torch.get_num_threads(),
+            call(
+                "norm_rotate_forward", qkv[..., offset:], stride, weight, cos, sin, batch * seq, cos.shape[0] * seq,
+                count, width, 0 if weight is None else layout.norm_width(count), float(layout.eps), out, threads(),
             )  # fmt: skip
         v = qkv[..., (heads + kv_heads) * width :].reshape(batch, seq, kv_heads, width).contiguous()
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
@@ -175,11 +167,10 @@ class _PrepareQKV(torch.autograd.Function):
             (grad_k.contiguous(), k_weight, kv_heads, heads * width),
         ):
             weight_grads.append(None if weight is None else torch.empty_like(weight))
-            library().norm_rotate_backward(
-                pointer(grad), pointer(qkv[..., offset:]), integer(stride), pointer(weight), pointer(cos), pointer(sin),
-                integer(batch * seq), integer(cos.shape[0] * seq), integer(count), integer(width),
-                integer(0 if weight is None else layout.norm_width(count)), ctypes.c_float(layout.eps),
-                pointer(grad_qkv[..., offset:]), pointer(weight_grads[-1]), torch.get_num_threads(),
+            call(
+                "norm_rotate_backward", grad, qkv[..., offset:], stride, weight, cos, sin, batch * seq,
+                cos.shape[0] * seq, count, width, 0 if weight is None else layout.norm_width(count), float(layout.eps),
+                grad_qkv[..., offset:], weight_grads[-1], threads(),
             )  # fmt: skip
         grad_qkv[..., (heads + kv_heads) * width :].copy_(grad_v.reshape(batch, seq, -1))
         return grad_qkv, weight_grads[0], weight_grads[1], None, None, None

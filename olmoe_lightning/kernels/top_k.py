@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from olmoe_lightning.kernels.choice import on_cpu
-from olmoe_lightning.kernels.cpu.native import integer, library, pointer
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def top_k_stable(scores: Tensor, k: int) -> Tensor:
@@ -28,10 +28,7 @@ def top_k_stable(scores: Tensor, k: int) -> Tensor:
     size = scores.shape[-1]
     if on_cpu(scores) and 0 < k <= size:
         indices = torch.empty(*scores.shape[:-1], k, dtype=torch.int64)
-        library().top_k_rows(
-            pointer(scores), integer(scores.numel() // size), integer(size), integer(k), pointer(indices),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("top_k_rows", scores, scores.numel() // size, size, k, indices, threads())
         return indices
     # Each fp32 score becomes an int64 key, the score's bits made monotonic in the upper half and the reversed index in
     # the lower: no two are equal. The bits of negative floats order backwards; -0.0 (the smallest int32) must equal 0.

@@ -64,7 +64,7 @@ def test_the_kernels_are_really_taken(monkeypatch):
         def __getattr__(self, name: str) -> None:
             raise RuntimeError(f"native {name}")
 
-    monkeypatch.setattr("olmoe_lightning.kernels.norm.library", Refuses)
+    monkeypatch.setattr(native, "library", Refuses)
     with pytest.raises(RuntimeError, match="native rms_norm_forward"):
         rms_norm(torch.ones(2, 3), torch.ones(3), 1e-5)
     with reference_kernels():

@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,14 +59,31 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Address of a tensor's first element."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def call(name: str, *operands: Tensor | Sequence[Tensor] | float | ctypes.c_int | None) -> None:
+    """Run a kernel.
+
+    Args:
+        name: of the C function.
+        operands: in its order. A tensor is the address of its first element, null for ``None``; several are an array of
+            addresses; bool is an int, int an int64_t, float a float. :func:`threads` most often is the last.
+    """
+    getattr(library(), name)(*map(_operand, operands))
 
 
-def integer(value: int) -> ctypes.c_int64:
-    """A size as the kernels take it."""
-    return ctypes.c_int64(value)
+def threads() -> ctypes.c_int:
+    """How many threads a kernel may use."""
+    return ctypes.c_int(torch.get_num_threads())
+
+
+def _operand(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, ctypes.c_int):
+        return value
+    for kind, c_type in ((bool, ctypes.c_int), (int, ctypes.c_int64), (float, ctypes.c_float)):
+        if isinstance(value, kind):
+            return c_type(value)
+    return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 
 def _build() -> ctypes.CDLL:

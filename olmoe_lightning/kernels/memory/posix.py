@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from olmoe_lightning.kernels.cpu.native import integer, library, unavailable_reason
+from olmoe_lightning.kernels.cpu.native import library, unavailable_reason
 from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
@@ -145,18 +145,20 @@ class PosixMemory(SymmetricMemory):
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         mine, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self.size))()
         sequence = ctypes.c_int32(self._sequence)
-        library().peers_post(self._blocks, integer(self.rank), sequence, mine, integer(count))
+        rank, size, n = (ctypes.c_int64(value) for value in (self.rank, self.size, count))
+        library().peers_post(self._blocks, rank, sequence, mine, n)
         read = library().peers_read
         read.restype = ctypes.c_int64
         started = time.monotonic()
-        while True:
-            seconds = ctypes.c_double(min(_SLICE_SECONDS, self.timeout))
-            missing = read(self._blocks, integer(self.size), sequence, integer(count), seconds, all_numbers)
-            if missing < 0:
-                break
+
+        def missing(seconds: float) -> int:
+            """A rank that has not posted after so long; -1 when all have."""
+            found: int = read(self._blocks, size, sequence, n, ctypes.c_double(seconds), all_numbers)
+            return found
+
+        while (peer := missing(min(_SLICE_SECONDS, self.timeout))) >= 0:
             # A process may post and then end: its words are read once more before it counts as missing.
-            self._check(missing, started, lambda: read(self._blocks, integer(self.size), sequence, integer(count),
-                                                       ctypes.c_double(0), all_numbers))  # fmt: skip
+            self._check(peer, started, lambda: missing(0))
         return [tuple(all_numbers[rank * count : (rank + 1) * count]) for rank in range(self.size)]
 
     def _check(self, missing: int, started: float, read_again: Callable[[], int]) -> None:

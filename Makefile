@@ -56,7 +56,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/train_step.py
 
 kernels: $(VENV)/.installed
-	$(BIN)/python -m olmoe_lightning.kernels.gpu.specimens
+	$(BIN)/python -m olmoe_lightning.kernels.gpu.compile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from _gpu_clock import Clock, Race, Work
 from torch import Tensor
 
 from olmoe_lightning.kernels import combine_rows, dispatch_rows, grouped_mm, plan_permutation, rowwise, swiglu
-from olmoe_lightning.kernels.rowwise import Window
+from olmoe_lightning.kernels.routes import Window
 
 
 @dataclass(frozen=True)

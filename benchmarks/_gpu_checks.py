@@ -1,6 +1,6 @@
 """Every kernel against PyTorch, with gradients, through the functions that the package itself calls.
 
-Experts get nothing, one row or many, routes are dropped, widths fill no block, and what nobody owns is NaN.
+Experts get nothing, one row or many, routes are dropped, widths fill no block, and padding is NaN.
 
 T tokens, K chosen experts, E experts, N processes, D model width, H expert width, C rows that fit.
 """
@@ -25,7 +25,7 @@ from olmoe_lightning.kernels import (
     rowwise,
     swiglu,
 )
-from olmoe_lightning.kernels.rowwise import Window
+from olmoe_lightning.kernels.routes import Window
 
 DTYPES = (torch.bfloat16, torch.float32)
 ROUNDED = {torch.bfloat16: 2**-6, torch.float32: 1e-5}
@@ -117,8 +117,8 @@ class Checks:
         offsets, grad = self._ends(rows), self.randn(rows + 5, s.hidden, dtype=dtype)
         x[rows:] = grad[rows:] = float("nan")
         found = _with_grads(lambda a, b: function(a, b, offsets), (x, w), grad)
-        nobody = torch.arange(rows + 5, device=self.device)[:, None] >= rows
-        x, grad = x.masked_fill(nobody, 0.0), grad.masked_fill(nobody, 0.0)
+        padding = torch.arange(rows + 5, device=self.device)[:, None] >= rows
+        x, grad = x.masked_fill(padding, 0.0), grad.masked_fill(padding, 0.0)
         wanted = _with_grads(lambda a, b: loop(a, b, offsets), (x.float(), w.float()), grad.float())
         return found, [each.to(dtype) for each in wanted], ROUNDED[dtype]
 
@@ -207,7 +207,7 @@ class Checks:
         return torch.tensor([*sizes, rows - sum(sizes)]).cumsum(0).to(self.device, torch.int32)
 
     def _ids(self) -> Tensor:
-        """int64 [T, K]; nobody chooses the last expert."""
+        """int64 [T, K]; no token chooses the last expert."""
         s = self.sizes
         scores = torch.rand(s.tokens, s.experts - 1, device=self.device, generator=self._generator)
         return scores.topk(s.k).indices

@@ -1,4 +1,4 @@
-"""How long work takes on a device: events on a GPU, the wall clock on a CPU; several ways in turn, with cold caches."""
+"""How long work takes on a device: events on a GPU, the wall clock on a CPU; ways alternate, with cold caches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Clock:
         return begin.elapsed_time(end) / 1000
 
     def race(self, ways: dict[str, Work]) -> Race:
-        """Repeat all ways in turn, a different one first each time.
+        """Repeat all ways alternately, a different one first each time.
 
         Args:
             ways: what does the same work, by name.

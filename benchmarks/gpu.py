@@ -30,7 +30,7 @@ from _gpu_layer import Layers
 from _machine import describe
 from _report import aligned, spread
 
-from olmoe_lightning.kernels.gpu_choice import interpreted_kernels, triton_missing
+from olmoe_lightning.kernels.choice import interpreted_kernels, triton_missing
 
 
 @dataclass

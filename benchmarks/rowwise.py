@@ -73,7 +73,7 @@ def ask(workers: list[Worker], command: str, **arguments: Any) -> list[Any]:
 
 
 def measure_rounds(args: argparse.Namespace, results: dict[str, Any], progress: Progress) -> None:
-    """Alternating rounds of travelling alone, then of whole layers; a part takes as long as the slowest process."""
+    """Alternating rounds of dispatch and combine, then of whole layers; a part takes as long as the slowest process."""
     results["large_pages"] = large_pages()
     with ExitStack() as stack:
         workers = start(args, stack)
@@ -139,7 +139,7 @@ def table(results: dict[str, Any]) -> str:
     if load["warning"]:
         lines.append(f"WARNING: {load['warning']}")
     lines.append(f"large pages of shared memory (shmem_enabled): {results['large_pages']}")
-    for name, title in (("travel", "Travelling alone"), ("layer", "The same between the experts' products")):
+    for name, title in (("travel", "Dispatch and combine only"), ("layer", "The same between the experts' products")):
         if name in results:
             found = results[name]
             rows = [(f"{title}, ms", *COMMS)]

@@ -75,7 +75,7 @@ class GatherComm(CommPlugin):
         self.local = LocalTransport(self.experts + 1)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
-        """Gather tokens, ids and weights; the rows of experts elsewhere stand behind the last end and are nobody's."""
+        """Gather tokens, ids and weights; the rows of experts elsewhere stand behind the last end, as padding."""
         counts = torch.zeros(self.axis.size, dtype=torch.int64, device=x_TD.device)
         counts[self.axis.rank] = len(x_TD)
         place = self.axis, self.axis.all_reduce(counts).tolist()
@@ -83,7 +83,7 @@ class GatherComm(CommPlugin):
         ids = torch.where((ids >= 0) & (ids < self.experts), ids, self.experts)
         x, weights = Gather.apply(x_TD, weights_TK, *place)
         sent = self.local.dispatch(x, ids, weights)
-        return sent._replace(offsets_E=sent.offsets_E[:-1], handle=(sent.handle, place))
+        return Dispatched(sent.rows_RD, sent.row_weights_R, sent.offsets_E[:-1], (sent.handle, place))
 
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Sum the rows of each token here, then over the processes."""

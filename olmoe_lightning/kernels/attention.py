@@ -5,7 +5,6 @@ B batch, S sequence, Hq query heads, Hkv key/value heads, C head width.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def visibility_mask(first_key_BS: Tensor) -> Tensor:
@@ -36,12 +36,12 @@ def causal_attention(
         k_BSHC: [B, S, Hkv, C].
         v_BSHC: [B, S, Hkv, C].
         first_key_BS: int32 [B, S], first visible key of each query; ``None``: 0.
-        mask: :func:`visibility_mask` of it, if the caller has it at hand.
+        mask: :func:`visibility_mask` of it, if the caller has it.
 
     Returns:
         [B, S, Hq, C].
     """
-    if usable(q_BSHC, k_BSHC, v_BSHC) and q_BSHC.shape[1] == k_BSHC.shape[1]:
+    if on_cpu(q_BSHC, k_BSHC, v_BSHC) and q_BSHC.shape[1] == k_BSHC.shape[1]:
         if first_key_BS is None:
             first_key_BS = torch.zeros(q_BSHC.shape[:2], dtype=torch.int32)
         return _CausalAttention.apply(q_BSHC, k_BSHC, v_BSHC, first_key_BS)
@@ -64,10 +64,7 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, first_key = q.contiguous(), k.contiguous(), v.contiguous(), first_key.to(torch.int32).contiguous()
         batch, seq, heads, _ = q.shape
         out, lse = torch.empty_like(q), q.new_empty(batch, heads, seq)
-        library().attention_forward(
-            pointer(q), pointer(k), pointer(v), pointer(first_key), *_sizes(q, k), pointer(out), pointer(lse),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("attention_forward", q, k, v, first_key, *_sizes(q, k), out, lse, threads())
         ctx.save_for_backward(q, k, v, first_key, out, lse)
         return out
 
@@ -77,13 +74,12 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, first_key, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        library().attention_backward(
-            pointer(grad), pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse), pointer(first_key),
-            *_sizes(q, k), pointer(grad_q), pointer(grad_k), pointer(grad_v), torch.get_num_threads(),
-        )  # fmt: skip
+        inputs = (grad, q, k, v, out, lse, first_key)
+        call("attention_backward", *inputs, *_sizes(q, k), grad_q, grad_k, grad_v, threads())
         return grad_q, grad_k, grad_v, None
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[Any, ...]:
+def _sizes(q: Tensor, k: Tensor) -> tuple[float, ...]:
+    """B, S, Hq, Hkv, C and the scale of the scores."""
     batch, seq, heads, width = q.shape
-    return (*map(integer, (batch, seq, heads, k.shape[2], width)), ctypes.c_float(width**-0.5))
+    return batch, seq, heads, k.shape[2], width, width**-0.5

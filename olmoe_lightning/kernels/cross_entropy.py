@@ -5,12 +5,11 @@ N rows, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def cross_entropy_rows_(
@@ -30,16 +29,15 @@ def cross_entropy_rows_(
         fp32 [N] cross entropy in nats (0 where ignored), fp32 [N] logsumexp of every row.
 
     Raises:
-        IndexError: a label is no token of the vocabulary (on the CPU, where no device-side check would tell).
+        IndexError: a label is no token of the vocabulary (on the CPU, where no check on the device would find it).
     """
-    if usable(logits_NV) and logits_NV.is_contiguous():
+    if on_cpu(logits_NV) and logits_NV.is_contiguous():
         _check_labels(labels_N, ignore_index, logits_NV.shape[1])
         loss, lse = logits_NV.new_empty(len(labels_N)), logits_NV.new_empty(len(labels_N))
         labels_N = labels_N.long().contiguous()
-        library().cross_entropy_rows(
-            pointer(logits_NV), pointer(labels_N), integer(len(labels_N)), integer(logits_NV.shape[1]),
-            integer(ignore_index), ctypes.c_float(z_coeff), int(with_grad), pointer(loss), pointer(lse),
-            torch.get_num_threads(),
+        call(
+            "cross_entropy_rows", logits_NV, labels_N, len(labels_N), logits_NV.shape[1], ignore_index, float(z_coeff),
+            with_grad, loss, lse, threads(),
         )  # fmt: skip
         return loss, lse
     counted = labels_N != ignore_index

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from olmoe_lightning.kernels.autocast import cast_operands
-from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
+from olmoe_lightning.kernels.choice import ROWS, on_gpu
 from olmoe_lightning.kernels.needed import needed_grads, not_leaf
 
 
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
     """``y[r] = w[e] @ x[r]`` for the rows r of expert e, which are ``offsets[e-1] ... offsets[e]``.
 
-    Rows from ``offsets[-1]`` on belong to nobody: whatever they hold (NaN included) reaches neither result nor
+    Rows from ``offsets[-1]`` on are padding: whatever they hold (NaN included) reaches neither result nor
     gradients, and the result is zero there. An expert without rows gets a zero gradient, not ``None``.
 
     Args:
@@ -68,8 +68,8 @@ def _grouped_mm_grad_w(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
         if served == "triton":
             return gpu.grad_w(grad, x, offsets)
-        # An expert's sum ends with its rows, so that those of nobody are not read. But an expert without rows has been
-        # seen to get numbers that are not zero, on SM 10.
+        # An expert's sum ends with its rows, so that padding is not read. But an expert without rows has been seen to
+        # get numbers that are not zero, on SM 10.
         return gpu.zero_empty_(F.grouped_mm(grad.t(), x, offs=offsets), offsets)
     grad_w = grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     sizes, _ = _sizes(offsets, x.shape[0])

@@ -1,4 +1,4 @@
-"""Which gradients a backward pass is after: a schedule that splits it asks for those of inputs and weights apart."""
+"""Which gradients a backward pass needs: pipeline schedules compute input and weight gradients in two passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def not_leaf(weight: Tensor) -> Tensor:
-    """The same values behind a node of the graph, as the engine does not tell of a leaf whether it is wanted."""
+    """The same values behind a node of the graph: autograd does not say whether a leaf's gradient is needed."""
     if weight.is_leaf and weight.requires_grad and not torch.compiler.is_compiling():
         return weight.view_as(weight)
     return weight
@@ -18,8 +18,8 @@ def not_leaf(weight: Tensor) -> Tensor:
 def needed_grads(ctx: Any, count: int) -> tuple[bool, ...]:
     """Whether the gradient of each of the first ``count`` inputs is used by the backward pass that runs now.
 
-    ``ctx.needs_input_grad`` was decided in the forward pass: it is true of a weight also while only the gradients of
-    inputs are computed, and of an input while only those of weights are.
+    ``ctx.needs_input_grad`` was decided in the forward pass: it is true of a weight also in a pass for input gradients
+    (dgrad), and of an input in a pass for weight gradients (wgrad).
 
     Args:
         ctx: of an autograd function, in its ``backward``.

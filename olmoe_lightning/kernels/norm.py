@@ -5,14 +5,14 @@ N rows, W width, B batch, S sequence, Hq query heads, Hkv key/value heads, C hea
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
         weight_W: [W].
         eps: added to the mean square.
     """
-    if usable(x, weight_W) and weight_W.shape == x.shape[-1:] and weight_W.is_contiguous():
+    if on_cpu(x, weight_W) and weight_W.shape == x.shape[-1:] and weight_W.is_contiguous():
         return _RMSNorm.apply(x, weight_W, eps)
     return rms_norm_reference(x, weight_W, eps)
 
@@ -41,10 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x)
         width = x.shape[-1]
-        library().rms_norm_forward(
-            pointer(x), pointer(weight), integer(x.numel() // width), integer(width), ctypes.c_float(eps), pointer(y),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("rms_norm_forward", x, weight, x.numel() // width, width, float(eps), y, threads())
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return y
@@ -56,10 +53,8 @@ class _RMSNorm(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         width = x.shape[-1]
-        library().rms_norm_backward(
-            pointer(grad), pointer(x), pointer(weight), integer(x.numel() // width), integer(width),
-            ctypes.c_float(ctx.eps), pointer(grad_x), pointer(grad_weight), torch.get_num_threads(),
-        )  # fmt: skip
+        sizes = (x.numel() // width, width)
+        call("rms_norm_backward", grad, x, weight, *sizes, float(ctx.eps), grad_x, grad_weight, threads())
         return grad_x, grad_weight, None
 
 
@@ -83,9 +78,9 @@ class HeadLayout(NamedTuple):
 def prepare_qkv(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the joint projection, normalise queries and keys, and turn them by their positions.
+    """Split the joint projection, normalise queries and keys, and rotate them by their positions.
 
-    The pairs (i, i + C/2) of a head turn together, as in NeoX and Hugging Face.
+    The pairs (i, i + C/2) of a head rotate together, as in NeoX and Hugging Face.
 
     Args:
         qkv: [B, S, (Hq + 2 Hkv) C]: all queries, then keys, then values.
@@ -98,7 +93,7 @@ def prepare_qkv(
     Returns:
         [B, S, Hq, C], [B, S, Hkv, C], [B, S, Hkv, C].
     """
-    if layout.clip is None and usable(qkv, q_weight, k_weight, cos, sin):
+    if layout.clip is None and on_cpu(qkv, q_weight, k_weight, cos, sin):
         return _PrepareQKV.apply(qkv, q_weight, k_weight, cos, sin, layout)
     return prepare_qkv_reference(qkv, q_weight, k_weight, cos, sin, layout)
 
@@ -149,11 +144,9 @@ class _PrepareQKV(torch.autograd.Function):
         q = qkv.new_empty(batch, seq, heads, width)
         k = qkv.new_empty(batch, seq, kv_heads, width)
         for out, weight, count, offset in ((q, q_weight, heads, 0), (k, k_weight, kv_heads, heads * width)):
-            library().norm_rotate_forward(
-                pointer(qkv[..., offset:]), integer(stride), pointer(weight), pointer(cos), pointer(sin),
-                integer(batch * seq), integer(cos.shape[0] * seq), integer(count), integer(width),
-                integer(0 if weight is None else layout.norm_width(count)), ctypes.c_float(layout.eps), pointer(out),
-                torch.get_num_threads(),
+            call(
+                "norm_rotate_forward", qkv[..., offset:], stride, weight, cos, sin, batch * seq, cos.shape[0] * seq,
+                count, width, 0 if weight is None else layout.norm_width(count), float(layout.eps), out, threads(),
             )  # fmt: skip
         v = qkv[..., (heads + kv_heads) * width :].reshape(batch, seq, kv_heads, width).contiguous()
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
@@ -174,11 +167,10 @@ class _PrepareQKV(torch.autograd.Function):
             (grad_k.contiguous(), k_weight, kv_heads, heads * width),
         ):
             weight_grads.append(None if weight is None else torch.empty_like(weight))
-            library().norm_rotate_backward(
-                pointer(grad), pointer(qkv[..., offset:]), integer(stride), pointer(weight), pointer(cos), pointer(sin),
-                integer(batch * seq), integer(cos.shape[0] * seq), integer(count), integer(width),
-                integer(0 if weight is None else layout.norm_width(count)), ctypes.c_float(layout.eps),
-                pointer(grad_qkv[..., offset:]), pointer(weight_grads[-1]), torch.get_num_threads(),
+            call(
+                "norm_rotate_backward", grad, qkv[..., offset:], stride, weight, cos, sin, batch * seq,
+                cos.shape[0] * seq, count, width, 0 if weight is None else layout.norm_width(count), float(layout.eps),
+                grad_qkv[..., offset:], weight_grads[-1], threads(),
             )  # fmt: skip
         grad_qkv[..., (heads + kv_heads) * width :].copy_(grad_v.reshape(batch, seq, -1))
         return grad_qkv, weight_grads[0], weight_grads[1], None, None, None

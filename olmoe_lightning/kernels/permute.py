@@ -6,26 +6,14 @@ T tokens, K chosen experts, R = T*K rows, E experts, D model width.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
-
-
-class Permutation(NamedTuple):
-    """Where each of the T*K routes stands among the rows sorted by expert."""
-
-    token_of_row_R: Tensor
-    """int64 [R]: the token whose copy row r is."""
-    route_of_row_R: Tensor
-    """int64 [R]: index of the route in the flattened [T, K]."""
-    row_of_route_TK: Tensor
-    """int64 [T, K]: the inverse."""
-    offsets_E: Tensor
-    """int32 [E]: end of each expert's rows."""
+from olmoe_lightning.kernels.choice import ROWS, on_gpu
+from olmoe_lightning.kernels.routes import Permutation
 
 
 def plan_permutation(expert_ids_TK: Tensor, num_experts: int) -> Permutation:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 class RouterRows(NamedTuple):
@@ -59,7 +60,7 @@ def router_rows(
             f"the mask of {len(logits_TE)} tokens must be bool [{len(logits_TE)}], "
             f"got {mask_T.dtype} {list(mask_T.shape)}"
         )
-    if not sigmoid and usable(logits_TE):
+    if not sigmoid and on_cpu(logits_TE):
         return RouterRows(*_SoftmaxRows.apply(logits_TE, choose, mask_T, scopes))
     return router_rows_reference(logits_TE, choose, mask_T, scopes, sigmoid)
 
@@ -111,10 +112,8 @@ class _SoftmaxRows(torch.autograd.Function):
         tokens, experts = logits.shape
         probs, prob_sum = torch.empty_like(logits), logits.new_empty(scopes, experts)
         logsumexp, entropy = logits.new_empty(tokens), logits.new_empty(tokens)
-        library().router_rows_forward(
-            pointer(logits), pointer(mask), integer(tokens), integer(experts), integer(scopes),
-            *map(pointer, (probs, logsumexp, entropy, prob_sum)), torch.get_num_threads(),
-        )  # fmt: skip
+        results = (probs, logsumexp, entropy, prob_sum)
+        call("router_rows_forward", logits, mask, tokens, experts, scopes, *results, threads())
         expert_ids = choose(probs)
         if len(expert_ids) != tokens:
             raise ValueError(f"experts of {len(expert_ids)} tokens were chosen, there are {tokens} tokens")
@@ -131,8 +130,6 @@ class _SoftmaxRows(torch.autograd.Function):
         probs, expert_ids, mask = ctx.saved_tensors
         grads = [grad.contiguous() for grad in (grad_chosen, grad_prob_sum, grad_logsumexp)]
         expert_ids, grad_logits = expert_ids.contiguous(), torch.empty_like(probs)
-        library().router_rows_backward(
-            *map(pointer, (probs, expert_ids, mask, *grads)), *map(integer, probs.shape),
-            integer(len(grad_prob_sum)), integer(expert_ids.shape[1]), pointer(grad_logits), torch.get_num_threads(),
-        )  # fmt: skip
+        sizes = (*probs.shape, len(grad_prob_sum), expert_ids.shape[1])
+        call("router_rows_backward", probs, expert_ids, mask, *grads, *sizes, grad_logits, threads())
         return grad_logits, None, None, None

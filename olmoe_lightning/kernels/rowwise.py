@@ -1,41 +1,22 @@
 """Routed rows in the memory of peers: where each belongs, writing them there, and reading them back to sum them.
 
-Nothing here asks for a value of a tensor on the host. A row number of -1 means that the route was dropped. Everything
-has a PyTorch reference, which also serves what is traced or fake; CUDA tensors take Triton (``gpu/``), CPU tensors C++.
+Nothing here reads a value of a tensor on the host. A row number of -1 means that the route was dropped. Everything
+has a PyTorch reference, which also serves traced and fake tensors; CUDA tensors take Triton, CPU tensors C++.
 
 T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, C rows that fit.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from olmoe_lightning.kernels.gpu_choice import ROWS, on_gpu
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
-
-
-class Routes(NamedTuple):
-    """The place of each route's row."""
-
-    rank_TK: Tensor
-    """int32 [T, K]: the process that has the expert."""
-    row_TK: Tensor
-    """int32 [T, K]: the row there; -1 for a route that is dropped."""
-
-
-class Window(NamedTuple):
-    """Rows in one process' memory. There is a row more than fit: where the reference puts what it must not write."""
-
-    rows: Tensor
-    """[C + 1, D]."""
-    weights: Tensor
-    """fp32 [C + 1]."""
+from olmoe_lightning.kernels.choice import ROWS, on_cpu, on_gpu
+from olmoe_lightning.kernels.cpu.native import call, threads
+from olmoe_lightning.kernels.routes import Routes, Window
 
 
 def count_routes(expert_ids_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> Tensor:
@@ -83,14 +64,11 @@ def _place(expert_ids_TK: Tensor, keep_TK: Tensor | None, base_E: Tensor, expert
     experts = len(base_E)
     if gpu := _gpu(expert_ids_TK, keep_TK):
         return Routes(*gpu.place_routes(expert_ids_TK, keep_TK, base_E, experts_local))
-    if usable() and type(expert_ids_TK) is Tensor and expert_ids_TK.device.type == "cpu":
+    if on_cpu(expert_ids_TK, keep_TK, dtypes=(torch.int64, torch.bool)):
         ids = expert_ids_TK.contiguous()
         keep = None if keep_TK is None else keep_TK.contiguous()
         routes = Routes(torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32))
-        library().rowwise_plan(
-            *map(pointer, (ids, keep, base_E)), *map(integer, (ids.numel(), experts, experts_local)),
-            *map(pointer, routes),
-        )  # fmt: skip
+        call("rowwise_plan", ids, keep, base_E, ids.numel(), experts, experts_local, *routes)
         return routes
     flat = expert_ids_TK.reshape(-1)
     # What is dropped stands behind all experts.
@@ -123,11 +101,9 @@ def put_rows(x_TD: Tensor, weights_TK: Tensor | None, routes: Routes, windows: S
     if _native(x_TD, windows[0].rows):
         weights = None if weights_TK is None else weights_TK.contiguous()
         tokens, k = routes.row_TK.shape
-        library().rowwise_put(
-            *map(pointer, (x_TD, weights, *routes)), *map(integer, (tokens, k, x_TD.shape[1] * x_TD.itemsize)),
-            _pointers([window.rows for window in windows]), _pointers([window.weights for window in windows]),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        rows, numbers = [window.rows for window in windows], [window.weights for window in windows]
+        nbytes = x_TD.shape[1] * x_TD.itemsize
+        call("rowwise_put", x_TD, weights, *routes, tokens, k, nbytes, rows, numbers, threads())
         return
     k = routes.row_TK.shape[1]
     rows_RD = x_TD.repeat_interleave(k, 0) if k > 1 else x_TD
@@ -159,11 +135,8 @@ def publish_rows(rows_CD: Tensor, weights_C: Tensor | None, received_NL: Tensor,
     if weights_C is not None:
         window.weights[: len(weights_C)].copy_(weights_C)
     if _native(rows_CD, window.rows):
-        size, local = received_NL.shape
-        library().rowwise_publish(
-            pointer(rows_CD), pointer(received_NL), *map(integer, (size, local, rank)),
-            integer(rows_CD.shape[1] * rows_CD.itemsize), pointer(window.rows), torch.get_num_threads(),
-        )  # fmt: skip
+        nbytes = rows_CD.shape[1] * rows_CD.itemsize
+        call("rowwise_publish", rows_CD, received_NL, *received_NL.shape, rank, nbytes, window.rows, threads())
         return rows_CD
     window.rows[: len(rows_CD)].copy_(rows_CD)
     return window.rows
@@ -186,10 +159,7 @@ def sum_rows(rows: Sequence[Tensor], routes: Routes, weights_TK: Tensor | None =
         return gpu.sum_rows(rows, routes, weights_TK)
     if weights_TK is None and _native(*rows):
         out = rows[0].new_empty(tokens, width)
-        library().rowwise_sum(
-            _pointers(rows), *map(pointer, routes), *map(integer, (tokens, k, width)),
-            int(out.dtype == torch.bfloat16), pointer(out), torch.get_num_threads(),
-        )  # fmt: skip
+        call("rowwise_sum", rows, *routes, tokens, k, width, out.dtype == torch.bfloat16, out, threads())
         return out
     parts = _pick(rows, routes).view(tokens, k, width)
     # Half precision is added in fp32 and rounded once, as the kernels do.
@@ -206,7 +176,7 @@ def gather_weights(weights: Sequence[Tensor], routes: Routes) -> Tensor:
         return gpu.gather_weights(weights, routes)
     if _native(*weights):
         out = torch.empty(routes.row_TK.shape)
-        library().rowwise_gather(_pointers(weights), *map(pointer, routes), integer(out.numel()), pointer(out))
+        call("rowwise_gather", weights, *routes, out.numel(), out)
         return out
     return _pick(weights, routes).view(routes.row_TK.shape)
 
@@ -234,14 +204,5 @@ def _gpu(numbers: Tensor, *rows: Tensor | None) -> ModuleType | None:
 
 
 def _native(*tensors: Tensor) -> bool:
-    return usable() and all(
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.bfloat16)
-        and tensor.is_contiguous()
-        for tensor in tensors
-    )
-
-
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    """Whether the C++ kernels serve these rows, or what stands beside them."""
+    return on_cpu(*tensors, dtypes=(torch.float32, torch.bfloat16)) and all(each.is_contiguous() for each in tensors)

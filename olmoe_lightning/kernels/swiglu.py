@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olmoe_lightning.kernels.gpu_choice import on_gpu
+from olmoe_lightning.kernels.choice import on_gpu
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from olmoe_lightning.kernels.native import integer, library, pointer, usable
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu.native import call, threads
 
 
 def top_k_stable(scores: Tensor, k: int) -> Tensor:
@@ -25,12 +26,9 @@ def top_k_stable(scores: Tensor, k: int) -> Tensor:
     """
     scores = scores.detach().contiguous()
     size = scores.shape[-1]
-    if usable(scores) and 0 < k <= size:
+    if on_cpu(scores) and 0 < k <= size:
         indices = torch.empty(*scores.shape[:-1], k, dtype=torch.int64)
-        library().top_k_rows(
-            pointer(scores), integer(scores.numel() // size), integer(size), integer(k), pointer(indices),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call("top_k_rows", scores, scores.numel() // size, size, k, indices, threads())
         return indices
     # Each fp32 score becomes an int64 key, the score's bits made monotonic in the upper half and the reversed index in
     # the lower: no two are equal. The bits of negative floats order backwards; -0.0 (the smallest int32) must equal 0.

@@ -83,7 +83,7 @@ class LayerCache:
     """Keys and values of one layer's earlier tokens, [B, capacity, Hkv, C], allocated on first use.
 
     Args:
-        capacity: positions to make room for.
+        capacity: most positions that it holds.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -6,11 +6,13 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class Linear(nn.Linear):
     """A linear layer that leaves its weight to :func:`init_weights` instead of drawing one on construction."""
 
+    @override
     def reset_parameters(self) -> None:
         """Nothing to do here."""
 
@@ -18,12 +20,13 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """An embedding that leaves its weight to :func:`init_weights` instead of drawing one on construction."""
 
+    @override
     def reset_parameters(self) -> None:
         """Nothing to do here."""
 
 
 def seeded_generator(seed: int, *key: str | int) -> torch.Generator:
-    """A CPU generator whose stream depends on the seed and the key alone."""
+    """A CPU generator whose stream depends on nothing but the seed and the key."""
     text = "/".join(map(str, (seed, *key)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

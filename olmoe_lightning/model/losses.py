@@ -35,8 +35,8 @@ class LossSums(NamedTuple):
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and cross entropy in one, chunk by chunk.
 
-    The full logits never exist, and their gradient is taken while the chunk is at hand: each logit is read and written
-    a few times instead of a dozen.
+    The full logits never exist, and their gradient is taken while the chunk is in the cache: each logit is read and
+    written a few times instead of a dozen.
     """
 
     @staticmethod

@@ -79,7 +79,7 @@ class MoE(nn.Module):
         Returns:
             [B, S, D] and this layer's statistics.
         """
-        fallbacks = getattr(self.transport, "fallbacks", 0)
+        fallbacks = self.transport.fallbacks
         routing = self.router(x_BSD, token_mask_BS, replay[0] if replay else None, fallbacks)
         if replay is not None and not replay:
             replay.append(routing.ranking)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.kernels import RouterRows, no_autocast, router_rows, top_k_stable
@@ -76,6 +77,7 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("selection_bias", bias)
 
+    @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # Small steps accumulate in the selection bias; bf16 would round them away, so casts only move it.
         bias = self.selection_bias

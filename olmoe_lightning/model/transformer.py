@@ -27,7 +27,7 @@ class KVCache:
 
     Args:
         config: of the model.
-        capacity: positions to make room for, prompt included.
+        capacity: most positions that it holds, prompt included.
     """
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:

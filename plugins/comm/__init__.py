@@ -1,6 +1,6 @@
 """Communication plugins, one file each: how tokens reach the experts of other processes.
 
-``base`` says what a plugin is, ``registry`` finds it by name, ``conformance`` checks one, ours or a stranger's.
+``base`` says what a plugin is, ``registry`` finds it by name, ``conformance`` checks one, ours or a third party's.
 """
 
 from olmoe_lightning.plugins.comm.all_to_all import AllToAllComm

@@ -3,7 +3,7 @@
     tokens [T, D] --gather--> sorted by global expert --all-to-all--> by (source, local expert) --regroup--> by expert
 
 Experts of one process are neighbours, so that rows sorted by expert are sorted by destination too. What arrives is
-sorted by expert within each source; putting the pieces of one expert side by side is a copy of whole pieces, and
+sorted by expert within each source; putting the blocks of one expert side by side is a copy of whole blocks, and
 needless where a process has one expert. The way back is the same in reverse, and so are the gradients of both.
 
 T tokens, K chosen experts, E experts of all processes, E_local of each, N processes, D model width, R rows received.
@@ -17,12 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched, Permutation, combine_rows, dispatch_rows, plan_permutation
 from olmoe_lightning.parallel import Axis
-from olmoe_lightning.parallel.collectives import Pending, all_to_all
-from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec, check_operands, describe, experts_per_process
+from olmoe_lightning.parallel.collectives import Pending, all_gather, all_to_all
+from olmoe_lightning.plugins.comm.base import (
+    CommPlugin,
+    CommSpec,
+    check_operands,
+    check_same_sizes,
+    check_setup,
+    describe,
+    named_exchange,
+    not_set_up,
+)
 
 
 class _Route:
@@ -42,39 +52,39 @@ class _Route:
         # per process what goes there, then per (process, local expert) what comes from there
         numbers = torch.cat([self._sent_E.view(size, experts).sum(1, dtype=torch.int32), self._received_NE.view(-1)])
         host = _to_host(numbers)
-        self.sent, self.pieces = host[:size], host[size:]
-        self.received = [sum(self.pieces[i * experts : (i + 1) * experts]) for i in range(size)]
+        self.sent, self.blocks = host[:size], host[size:]
+        self.received = [sum(self.blocks[i * experts : (i + 1) * experts]) for i in range(size)]
         self.regroups = size > 1 and experts > 1
-        # position of piece (source, expert) when sorted by expert
+        # position of block (source, expert) when sorted by expert
         self._by_expert = [source * experts + expert for expert in range(experts) for source in range(size)]
         return self._received_NE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     def by_expert(self, arrived: Tensor) -> Tensor:
-        """Put the pieces of each expert side by side; [R, ...]."""
+        """Put the blocks of each expert side by side; [R, ...]."""
         if not self.regroups:
             return arrived
-        pieces = arrived.split(self.pieces)
-        return torch.cat([pieces[i] for i in self._by_expert])
+        blocks = arrived.split(self.blocks)
+        return torch.cat([blocks[i] for i in self._by_expert])
 
     def by_source(self, rows: Tensor) -> Tensor:
         """The inverse: as they arrived."""
         if not self.regroups:
             return rows.contiguous()
-        split = rows.split([self.pieces[i] for i in self._by_expert])
-        pieces: list[Tensor] = [rows] * len(split)
-        for i, piece in zip(self._by_expert, split, strict=True):
-            pieces[i] = piece
-        return torch.cat(pieces)
+        split = rows.split([self.blocks[i] for i in self._by_expert])
+        blocks: list[Tensor] = [rows] * len(split)
+        for i, block in zip(self._by_expert, split, strict=True):
+            blocks[i] = block
+        return torch.cat(blocks)
 
     def send(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """Start the journey to the experts."""
+        """Start the exchange to the experts."""
         if self.axis.size == 1:
             return tensor, Pending()
         output = tensor.new_empty(sum(self.received), *tensor.shape[1:])
         return output, all_to_all(self.axis, output, tensor, self.received, self.sent)
 
     def send_back(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """Start the journey home."""
+        """Start the exchange back to the tokens' processes."""
         if self.axis.size == 1:
             return tensor, Pending()
         output = tensor.new_empty(sum(self.sent), *tensor.shape[1:])
@@ -138,7 +148,7 @@ class _Home(torch.autograd.Function):
         return route.by_expert(arrived), None
 
 
-class AllToAllComm(CommPlugin):
+class AllToAllComm(CommPlugin[_Handle]):
     """Counts first, then rows and weights. Gloo on CPUs, NCCL on CUDA, with the same code.
 
     A dispatch copies the counts to the host once and waits for them there; everything else is queued. Memory is what
@@ -153,6 +163,7 @@ class AllToAllComm(CommPlugin):
         self._experts_local = 0
 
     @classmethod
+    @override
     def unavailable(cls, axis_size: int, device: torch.device) -> str | None:
         """It needs torch.distributed with gloo for the CPU or NCCL for CUDA."""
         if axis_size == 1:
@@ -166,27 +177,28 @@ class AllToAllComm(CommPlugin):
             return f"this build of torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}"
         return None
 
+    @override
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Check that all processes mean the same; nothing large is made."""
-        if reason := self.unavailable(axis.size, spec.device):
-            raise UserError(f"comm {self.name!r} cannot serve {describe(axis)}: {reason}")
-        experts_local = experts_per_process(self.name, axis, spec)
+        experts_local = check_setup(self, axis, spec)
         if axis.size > 1:
-            if axis.group is None:
-                raise UserError(f"comm {self.name!r} needs a process group, but {describe(axis)} has none")
             backend = dist.get_backend(axis.group)
             if spec.device.type == "cuda" and backend == "gloo":
                 raise UserError(
                     f"comm {self.name!r} on {describe(axis)}: rows are on {spec.device}, but the process group is of "
                     f"backend {backend!r}; start it with 'nccl'"
                 )
-            _check_equal(axis, spec)
+            sizes = torch.zeros(axis.size, len(spec.sizes), dtype=torch.int64, device=spec.device)
+            sizes[axis.rank] = torch.tensor(spec.sizes)
+            all_gather(axis, sizes.view(-1)).wait()
+            check_same_sizes(self, axis, spec, [tuple(row) for row in sizes.tolist()])
         self._axis, self._spec, self._experts_local = axis, spec, experts_local
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+    @override
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched[_Handle]:
         """Send each token to its experts, wherever they are."""
         if self._axis is None or self._spec is None:
-            raise RuntimeError(f"comm {self.name!r}: setup() comes before dispatch()")
+            raise not_set_up(self)
         check_operands(describe(self._axis), self._spec, x_TD, expert_ids_TK, weights_TK)
         plan = plan_permutation(expert_ids_TK, self._spec.num_experts)
         route = _Route(self._axis, plan.offsets_E, self._experts_local)
@@ -194,10 +206,12 @@ class AllToAllComm(CommPlugin):
         arrived, row_weights, offsets = _ToExperts.apply(dispatch_rows(x_TD, plan), weights_TK, plan, route)
         return Dispatched(arrived, row_weights, offsets, _Handle(plan, route))
 
-    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+    @override
+    def combine(self, rows_RD: Tensor, handle: _Handle) -> Tensor:
         """Bring the rows home and sum them per token."""
         return combine_rows(_Home.apply(rows_RD, handle.route), handle.plan)
 
+    @override
     def teardown(self) -> None:
         """Forget the axis."""
         self._axis = self._spec = None
@@ -214,22 +228,5 @@ def _to_host(numbers: Tensor) -> list[int]:
 
 
 def _wait(axis: Axis, pending: Pending, what: str) -> None:
-    try:
+    with named_exchange(AllToAllComm.name, axis, what):
         pending.wait()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"comm 'all_to_all' on {describe(axis)}: the exchange of {what} failed; most often because another process "
-            f"of the axis (global ranks {list(axis.ranks)}) has ended or does something else: {error}"
-        ) from error
-
-
-def _check_equal(axis: Axis, spec: CommSpec) -> None:
-    own = [spec.num_experts, spec.top_k, spec.d_model, spec.dtype.itemsize]
-    both = torch.tensor([*own, *(-number for number in own)], device=spec.device)
-    least_and_most = axis.all_reduce(both, dist.ReduceOp.MIN).tolist()
-    least, most = least_and_most[: len(own)], [-number for number in least_and_most[len(own) :]]
-    if least != most:
-        raise UserError(
-            f"comm 'all_to_all': the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, bytes per "
-            f"value): rank {axis.rank} has {own}, the smallest are {least}, the largest {most}"
-        )

@@ -5,15 +5,17 @@ T tokens, K chosen experts, E experts of all processes, D model width, R rows re
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.kernels import Dispatched
+from olmoe_lightning.kernels.transport import Dispatched, HandleT
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm.capacity import DropCounters
 
@@ -38,8 +40,13 @@ class CommSpec:
     device: torch.device
     max_tokens: int | None = None
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """num_experts, top_k, d_model and the bytes of a value: what all processes of an axis must agree on."""
+        return (self.num_experts, self.top_k, self.d_model, self.dtype.itemsize)
 
-class CommPlugin(ABC):
+
+class CommPlugin(ABC, Generic[HandleT]):
     """Moves tokens to the processes that hold their experts, and what the experts made of them back.
 
     Process r of the axis holds the experts [r * E_local, (r + 1) * E_local), E_local = E / axis.size. One instance
@@ -48,6 +55,8 @@ class CommPlugin(ABC):
 
     Every process issues the same collectives in the same order, forward and backward, whatever it sends or receives:
     a process without tokens, or whose experts get none, takes part like the others. ``conformance.py`` checks all this.
+
+    The type of the handle may be named, ``CommPlugin[MyHandle]``; without a name it is ``Any``.
     """
 
     name: ClassVar[str]
@@ -70,7 +79,7 @@ class CommPlugin(ABC):
         """
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched[HandleT]:
         """Send each token to its experts; differentiable with respect to tokens and weights.
 
         Args:
@@ -80,11 +89,11 @@ class CommPlugin(ABC):
 
         Returns:
             The rows this process' experts received, sorted by local expert, within an expert by source process, then by
-            token; their fp32 weights; the ends of the local experts' rows. Rows behind the last end belong to nobody.
+            token; their fp32 weights; the ends of the local experts' rows. Rows behind the last end are padding.
         """
 
     @abstractmethod
-    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+    def combine(self, rows_RD: Tensor, handle: HandleT) -> Tensor:
         """Bring rows home and sum them per token; differentiable. The weights were applied inside the experts.
 
         Args:
@@ -108,18 +117,76 @@ class CommPlugin(ABC):
         return None
 
 
-def experts_per_process(name: str, axis: Axis, spec: CommSpec) -> int:
-    """E_local.
+def check_setup(plugin: CommPlugin, axis: Axis, spec: CommSpec, instead: str | None = None) -> int:
+    """What every plugin checks in ``setup``, on this process.
+
+    Args:
+        plugin: to be set up.
+        axis: as in ``setup``.
+        spec: as in ``setup``.
+        instead: name of a plugin to take where this one cannot be used.
+
+    Returns:
+        E_local.
 
     Raises:
-        ValueError: the experts cannot be shared out equally.
+        ValueError: the plugin cannot serve this axis, or the experts cannot be shared out equally.
     """
+    where = describe(axis)
+    if reason := plugin.unavailable(axis.size, spec.device):
+        advice = f"; take {instead!r}" if instead else ""
+        raise UserError(f"comm {plugin.name!r} cannot serve {where}: {reason}{advice}")
     if spec.num_experts % axis.size:
         raise UserError(
-            f"comm {name!r} on {describe(axis)}: num_experts ({spec.num_experts}) must be divisible by the number of "
+            f"comm {plugin.name!r} on {where}: num_experts ({spec.num_experts}) must be divisible by the number of "
             f"processes that share them ({axis.size})"
         )
+    if axis.size > 1 and axis.group is None:
+        raise UserError(f"comm {plugin.name!r} needs a process group, but {where} has none")
     return spec.num_experts // axis.size
+
+
+def check_same_sizes(plugin: CommPlugin, axis: Axis, spec: CommSpec, sizes_by_rank: Sequence[tuple[int, ...]]) -> None:
+    """Compare what the processes of an axis were set up with.
+
+    Args:
+        plugin: that is set up.
+        axis: the processes.
+        spec: of this process.
+        sizes_by_rank: :attr:`CommSpec.sizes` of all of them.
+
+    Raises:
+        ValueError: on all processes, when they differ.
+    """
+    if len(set(sizes_by_rank)) > 1:
+        raise UserError(
+            f"comm {plugin.name!r}: the processes of axis {axis.name!r} differ in (num_experts, top_k, d_model, bytes "
+            f"per value): rank {axis.rank} has {list(spec.sizes)}, all have {list(map(list, sizes_by_rank))}"
+        )
+
+
+def not_set_up(plugin: CommPlugin) -> RuntimeError:
+    """The error of a plugin that is used before ``setup``."""
+    return RuntimeError(f"comm {plugin.name!r}: setup() comes before dispatch()")
+
+
+@contextlib.contextmanager
+def named_exchange(name: str, axis: Axis, what: str, errors: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Inside, an exchange that fails says which one it was, and where.
+
+    Args:
+        name: of the plugin.
+        axis: the processes.
+        what: is exchanged.
+        errors: those that mean that an exchange failed.
+    """
+    try:
+        yield
+    except errors as error:
+        raise RuntimeError(
+            f"comm {name!r} on {describe(axis)}: the exchange of {what} failed; most often because another "
+            f"process of the axis (global ranks {list(axis.ranks)}) has ended or does something else: {error}"
+        ) from error
 
 
 def describe(axis: Axis) -> str:

@@ -1,10 +1,10 @@
-"""Which routes a group of experts takes when more come than it has room for: a choice that favours nobody.
+"""Which routes a group of experts keeps when more come than its capacity: without bias to an expert, rank or position.
 
 Every process of the axis computes the same decision from the routes of all, with operations on tensors only. A group,
 most often all experts of a process, takes the routes with the largest router weights, whatever expert they want and
 wherever they come from. Equal weights are ordered by a hash of the route's number, the seed and the routing of the
-whole batch: a fixed order of processes, tokens or experts would be a bias. The decision depends on routing, groups,
-room and seed alone, so that a recomputation finds it again, and so do other numbers of processes.
+whole batch: a fixed order of processes, tokens or experts would be a bias. The decision is a function of routing,
+groups, capacity and seed: a recomputation, and any other number of processes, comes to the same one.
 
 A tokens of all processes together, K chosen experts, F further ones of a token in its router's order, R = A*K routes,
 E experts of all processes, N processes, G groups of E / G experts.
@@ -40,7 +40,7 @@ def admit(
     groups: int,
     seed: int = 0,
 ) -> Admitted:
-    """Fill each group of experts with the heaviest routes, and send what is left to its token's next expert with room.
+    """Fill each group of experts with the heaviest routes, and spill the others to the next expert of their tokens.
 
     Args:
         expert_ids_AK: int64 [A, K].
@@ -50,7 +50,7 @@ def admit(
         capacity: routes that a group takes.
         num_experts: E.
         groups: G.
-        seed: turns the order of routes with equal weights.
+        seed: of the order of routes with equal weights.
     """
     local, (tokens, k) = num_experts // groups, expert_ids_AK.shape
     ids, weights = expert_ids_AK.reshape(-1), weights_AK.detach().reshape(-1)
@@ -58,11 +58,11 @@ def admit(
     kept = _fits(ids // local, torch.ones_like(ids, dtype=torch.bool), order, ids.new_zeros(groups), capacity)
     if fallback_ids_AF is not None:
         for fallback_A in fallback_ids_AF.unbind(1):
-            # Of a token's routes that are left, one asks in each turn, so that no two of them reach the same expert.
+            # One of a token's left routes tries each fallback, so that no two of them reach the same expert.
             left = ~kept.view(tokens, k)
-            asks = (left & (left.cumsum(1) == 1)).view(-1)
+            candidate = (left & (left.cumsum(1) == 1)).view(-1)
             wanted = fallback_A[:, None].expand(tokens, k).reshape(-1)
-            moved = _fits(wanted // local, asks, order, _count(ids // local, kept, groups), capacity)
+            moved = _fits(wanted // local, candidate, order, _count(ids // local, kept, groups), capacity)
             ids = torch.where(moved, wanted, ids)
             kept = kept | moved
     return Admitted(ids.view(tokens, k), kept.view(tokens, k))
@@ -85,19 +85,19 @@ def _hash(number: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _fits(group_R: Tensor, asks_R: Tensor, order_R: Tensor, used_G: Tensor, capacity: int) -> Tensor:
-    """Which of those that ask find room at the group they ask, in this order."""
+def _fits(group_R: Tensor, candidate_R: Tensor, order_R: Tensor, used_G: Tensor, capacity: int) -> Tensor:
+    """Which candidate routes, taken in this order, fit into the capacity that their group has left."""
     groups = len(used_G)
-    # Those who do not ask stand behind all groups, where there is no room.
-    asked = torch.where(asks_R, group_R, groups).index_select(0, order_R)
-    place = torch.argsort(asked, stable=True)
-    asked = asked.index_select(0, place)
-    counts = torch.zeros(groups + 1, dtype=torch.int64, device=asked.device)
-    counts.scatter_add_(0, asked, torch.ones_like(asked))
-    position = torch.arange(len(asked), device=asked.device) - (counts.cumsum(0) - counts).index_select(0, asked)
-    room = torch.cat([capacity - used_G, used_G.new_zeros(1)])
-    fits = position < room.index_select(0, asked)
-    return torch.zeros_like(asks_R).scatter_(0, order_R.index_select(0, place), fits)
+    # Routes that are no candidates are counted to one more group, whose capacity is zero.
+    wanted = torch.where(candidate_R, group_R, groups).index_select(0, order_R)
+    place = torch.argsort(wanted, stable=True)
+    wanted = wanted.index_select(0, place)
+    counts = torch.zeros(groups + 1, dtype=torch.int64, device=wanted.device)
+    counts.scatter_add_(0, wanted, torch.ones_like(wanted))
+    position = torch.arange(len(wanted), device=wanted.device) - (counts.cumsum(0) - counts).index_select(0, wanted)
+    left_G = torch.cat([capacity - used_G, used_G.new_zeros(1)])
+    fits = position < left_G.index_select(0, wanted)
+    return torch.zeros_like(candidate_R).scatter_(0, order_R.index_select(0, place), fits)
 
 
 def _count(group_R: Tensor, which_R: Tensor, groups: int) -> Tensor:
@@ -119,7 +119,7 @@ class DropCounters:
     size: int
     device: torch.device
     routes: Tensor = field(init=False)
-    """int64 []: routes that were asked for."""
+    """int64 []: routes that were requested."""
     dropped_by_expert: Tensor = field(init=False)
     """int64 [E]: by the expert that was chosen."""
     dropped_by_rank: Tensor = field(init=False)

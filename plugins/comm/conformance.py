@@ -136,7 +136,7 @@ def _try(make_plugin: Callable[[], CommPlugin], case: Case, setting: Setting) ->
         case.check(plugin, case, setting, findings)
         plugin.teardown()
         plugin.teardown()
-    except Exception:  # a stranger's plugin may raise anything, and the others must hear of it
+    except Exception:  # a third party's plugin may raise anything, and the other processes must learn of it
         findings.problems.append(f"raised\n{traceback.format_exc().rstrip()}")
         return findings, True
     return findings, False

@@ -66,7 +66,7 @@ class Layer:
             scale = torch.cat([torch.ones_like(scale[:rest]), scale[rest:]])
         rows = expert_mlp(sent.rows_RD, self.w_gate_up, self.w_down, scale, sent.offsets_E)
         outputs = transport.combine(rows, sent.handle)
-        end = int(sent.offsets_E[-1])  # what stands behind belongs to nobody
+        end = int(sent.offsets_E[-1])  # the rows behind are padding
         received = (sent.offsets_E, sent.rows_RD[:end], sent.row_weights_R[:end])
         return {**dict(zip(MOVED, received, strict=True)), "outputs": outputs}
 

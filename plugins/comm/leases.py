@@ -1,14 +1,12 @@
-"""Receive buffers that processes write into, and who uses them: a buffer is leased until nothing reads it any more."""
+"""Receive buffers that peers write into: each is leased from a dispatch until no tensor reads it any more."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from olmoe_lightning.kernels.memory.symmetric import Region, SymmetricMemory, carve
-from olmoe_lightning.kernels.rowwise import Window
+from olmoe_lightning.kernels.routes import Window
 
 
 class LeaseError(RuntimeError):
@@ -19,7 +17,7 @@ class Lease:
     """The use of one buffer, from a dispatch until the last tensor that reads it is gone.
 
     That may be a saved tensor of a backward pass, of a recomputation, or of the part of a split backward that comes
-    later: whoever reads the rows holds the lease, and nobody has to give it back.
+    later. The lease ends with the storage of that tensor, and needs no call to end it.
     """
 
     def __init__(self, buffer: int) -> None:
@@ -119,7 +117,3 @@ class Layout:
         """Rows and weights of a buffer."""
         rows = carve(storage, (self.capacity + 1, self.d_model), self.dtype, 0)
         return Window(rows, carve(storage, (self.capacity + 1,), torch.float32, self._weights))
-
-    def windows(self, storages: Sequence[Tensor]) -> list[Window]:
-        """Of several."""
-        return [self.window(storage) for storage in storages]

@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from olmoe_lightning.errors import UserError
-from olmoe_lightning.kernels import Dispatched, LocalTransport
+from olmoe_lightning.kernels import Dispatched, LocalTransport, Permutation
 from olmoe_lightning.parallel import Axis
-from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec
+from olmoe_lightning.plugins.comm.base import CommPlugin, CommSpec, check_setup, not_set_up
 
 
-class LocalComm(CommPlugin):
-    """A permutation of the rows and its inverse."""
+class LocalComm(LocalTransport, CommPlugin[Permutation]):
+    """The transport inside one process as a plugin."""
 
     name: ClassVar[str] = "local"
 
     def __init__(self) -> None:
-        self._transport: LocalTransport | None = None
+        super().__init__(num_experts=0)
 
     @classmethod
+    @override
     def unavailable(cls, axis_size: int, device: torch.device) -> str | None:
         """It reaches no other process."""
         if axis_size > 1:
             return f"it reaches only experts of its own process, but {axis_size} processes share them"
         return None
 
+    @override
     def setup(self, axis: Axis, spec: CommSpec) -> None:
         """Take all experts."""
-        if reason := self.unavailable(axis.size, spec.device):
-            raise UserError(f"comm {self.name!r} cannot serve axis {axis.name!r}: {reason}; take 'all_to_all'")
-        self._transport = LocalTransport(spec.num_experts)
+        check_setup(self, axis, spec, instead="all_to_all")
+        self.num_experts = spec.num_experts
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+    @override
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched[Permutation]:
         """Sort the routes by expert."""
-        if self._transport is None:
-            raise RuntimeError(f"comm {self.name!r}: setup() comes before dispatch()")
-        return self._transport.dispatch(x_TD, expert_ids_TK, weights_TK)
+        if not self.num_experts:
+            raise not_set_up(self)
+        return super().dispatch(x_TD, expert_ids_TK, weights_TK)
 
-    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
-        """Sum the rows of each token."""
-        if self._transport is None:
-            raise RuntimeError(f"comm {self.name!r}: setup() comes before combine()")
-        return self._transport.combine(rows_RD, handle)
-
+    @override
     def teardown(self) -> None:
         """Forget the experts."""
-        self._transport = None
+        self.num_experts = 0

@@ -99,7 +99,7 @@ def _load_registered(point: EntryPoint, axis_size: int, device: torch.device) ->
     owner = f"{point.value} of {point.dist.name} {point.dist.version}" if point.dist else point.value
     try:
         loaded = point.load()
-    except Exception as error:  # whatever a stranger's module does at import
+    except Exception as error:  # a third party's module may raise anything when it is imported
         raise UserError(
             f"comm {point.name!r} ({owner}) could not be imported: {type(error).__name__}: {error}; "
             f"{_advice(axis_size, device)}"

@@ -29,7 +29,7 @@ class BF16Precision(Precision):
 
     precision: Literal["bf16"] = "bf16"  # type: ignore[assignment]  # Lightning's list of names is closed
     param_dtype = torch.bfloat16
-    """Of the weights while computing; the strategy asks for it."""
+    """Of the weights while computing; the strategy reads it."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ class BF16Precision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Refuse to train where nobody keeps masters.
+        """Refuse to train under a strategy that keeps no fp32 masters.
 
         Raises:
             ValueError: the strategy is not :class:`~olmoe_lightning.MoEStrategy`.

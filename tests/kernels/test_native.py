@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from olmoe_lightning.kernels import native, reference_kernels, rms_norm
+from olmoe_lightning.kernels import reference_kernels, rms_norm
+from olmoe_lightning.kernels.choice import on_cpu
+from olmoe_lightning.kernels.cpu import native
 
 requires_native = pytest.mark.skipif(
     native.unavailable_reason() is not None, reason=f"no native kernels here: {native.unavailable_reason()}"
@@ -31,27 +33,27 @@ class Tagged(Tensor):
 @requires_native
 def test_only_plain_fp32_tensors_on_the_cpu_are_served():
     plain = torch.ones(2, 3)
-    assert native.usable(plain)
-    assert native.usable(plain, None, torch.nn.Parameter(plain))
+    assert on_cpu(plain)
+    assert on_cpu(plain, None, torch.nn.Parameter(plain))
     for other in (plain.double(), plain.bfloat16(), plain.int(), plain.to("meta"), plain.as_subclass(Tagged)):
-        assert not native.usable(other)
-        assert not native.usable(plain, other)
+        assert not on_cpu(other)
+        assert not on_cpu(plain, other)
     with FakeTensorMode():
-        assert not native.usable(torch.ones(2, 3))
+        assert not on_cpu(torch.ones(2, 3))
 
 
 @requires_native
 def test_the_reference_can_be_asked_for_and_the_request_ends():
     plain = torch.ones(2)
     with reference_kernels():
-        assert not native.usable(plain)
+        assert not on_cpu(plain)
         with reference_kernels():
-            assert not native.usable(plain)
-        assert not native.usable(plain)
-    assert native.usable(plain)
+            assert not on_cpu(plain)
+        assert not on_cpu(plain)
+    assert on_cpu(plain)
     with pytest.raises(ZeroDivisionError), reference_kernels():
         raise ZeroDivisionError
-    assert native.usable(plain)
+    assert on_cpu(plain)
 
 
 @requires_native
@@ -62,7 +64,7 @@ def test_the_kernels_are_really_taken(monkeypatch):
         def __getattr__(self, name: str) -> None:
             raise RuntimeError(f"native {name}")
 
-    monkeypatch.setattr("olmoe_lightning.kernels.norm.library", Refuses)
+    monkeypatch.setattr(native, "library", Refuses)
     with pytest.raises(RuntimeError, match="native rms_norm_forward"):
         rms_norm(torch.ones(2, 3), torch.ones(3), 1e-5)
     with reference_kernels():

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from olmoe_lightning.kernels.routes import Window
 from olmoe_lightning.kernels.rowwise import (
-    Window,
     count_routes,
     gather_weights,
     plan_routes,

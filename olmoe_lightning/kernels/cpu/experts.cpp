@@ -51,7 +51,7 @@ std::vector<int64_t> by_size(const int32_t* offsets, int64_t experts) {
   return order;
 }
 
-// The rows that belong to nobody; nothing to do without a place for them.
+// Zeros for the padding rows behind the last offset, unless `rows` is null.
 void zero_tail(float* rows, const int32_t* offsets, int64_t experts, int64_t total_rows, int64_t width) {
   const int64_t end = experts ? offsets[experts - 1] : 0;
   if (rows && end < total_rows) std::memset(rows + end * width, 0, (total_rows - end) * width * sizeof(float));
@@ -62,7 +62,7 @@ void zero_tail(float* rows, const int32_t* offsets, int64_t experts, int64_t tot
 extern "C" {
 
 // x [R, D], w_gate_up [E, 2H, D], w_down [E, D, H], row_weights [R], offsets [E] -> gate_up [R, 2H], y [R, D]. Rows
-// behind the last offset belong to nobody: they are not read, and give zero.
+// behind the last offset are padding: they are not read, and give zero.
 void experts_forward(const float* x, const float* w_gate_up, const float* w_down, const float* row_weights,
                      const int32_t* offsets, int64_t total_rows, int64_t experts, int64_t width, int64_t hidden,
                      float* gate_up, float* y, int threads) {

@@ -1,6 +1,6 @@
-// Processes of one host meet at words of shared memory: each posts a few numbers under a sequence number and waits until
-// all others have posted theirs. What a process wrote to shared memory before it posted is visible to whoever has seen
-// the post (release and acquire). A wait spins for the time a cache line takes, then sleeps in the kernel.
+// A barrier of processes of one host, on words of shared memory: each posts a few numbers under a sequence number and
+// waits until all others have posted theirs. What a process wrote to shared memory before it posted is visible to every
+// process that has seen the post (release and acquire). A wait spins for the time a cache line takes, then sleeps in the kernel.
 
 #include <climits>
 #include <ctime>
@@ -15,8 +15,8 @@
 
 namespace {
 
-// A process' block of 64-bit words: the sequence number in a cache line of its own, then two places for numbers, used in
-// turn. Two are enough: nobody posts the next but one before all have posted the next, and so have read the last.
+// A process' block of 64-bit words: the sequence number in a cache line of its own, then a double buffer for numbers. Two
+// halves are enough: a process writes to a half again only after all have posted to the other, having read this one.
 constexpr int64_t kNumbers = 8;
 constexpr int64_t kFirst = 8;
 constexpr int kSpins = 4000;
@@ -35,7 +35,7 @@ inline void relax() {
 #endif
 }
 
-// Until the word is another one, somebody wakes us, or a moment is over.
+// Sleeps until the word has changed, a post wakes this process, or 20 ms are over.
 inline void sleep_on(int32_t* word, int32_t seen) {
   timespec moment{0, 20 * 1000 * 1000};
 #ifdef __linux__
@@ -65,16 +65,16 @@ void peers_post(int64_t** blocks, int64_t rank, int32_t sequence, const int64_t*
   wake(word);
 }
 
-// The numbers of all [size, count] under this sequence number. Returns -1, or who has not posted when the time is over.
+// The numbers of all [size, count] under this sequence number. Returns -1, or the rank of a process that has not posted in time.
 int64_t peers_read(int64_t** blocks, int64_t size, int32_t sequence, int64_t count, double seconds, int64_t* all) {
   const double end = now() + seconds;
   for (int64_t peer = 0; peer < size; ++peer) {
     auto* word = reinterpret_cast<int32_t*>(blocks[peer]);
     // The difference, not the order: the numbers wrap around.
-    for (int turn = 0; ; ++turn) {
+    for (int spin = 0; ; ++spin) {
       const int32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
       if (static_cast<int32_t>(static_cast<uint32_t>(seen) - static_cast<uint32_t>(sequence)) >= 0) break;
-      if (turn < kSpins) {
+      if (spin < kSpins) {
         relax();
         continue;
       }

@@ -1,11 +1,11 @@
-"""Triton: the grouped matrix product, when nobody but the device knows how many rows an expert has.
+"""Triton: the grouped matrix product, while only the device knows how many rows each expert has.
 
-The grid has room for the worst case. Blocks of rows are numbered such that expert e's first one has the number
+The grid is sized for the worst case. Blocks of rows are numbered such that expert e's first one has the number
 ``start[e] // BLOCK_R + e``. This leaves every expert the blocks that it needs, as ``ceil(size / BLOCK_R) <=
 end // BLOCK_R - start // BLOCK_R + 1``, and a program finds its expert by counting the first numbers that are not above
-its own. A program without rows ends at once. The rows of nobody are one more expert's, whose sums have no terms.
+its own. A program without rows ends at once. The padding rows are one more expert's, whose sums have no terms.
 
-R rows, E experts, N output width, K input width (of the product at hand: for the gradient of x they change places).
+R rows, E experts, N output width, K input width (of one product: for the gradient of x they change places).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 from olmoe_lightning.kernels.gpu.rows import side_by_side
-from olmoe_lightning.kernels.gpu.specimen import Specimen
 
 
 class Tiling(NamedTuple):
@@ -150,7 +150,7 @@ def _grad_w_kernel(
     ACC: tl.constexpr = tl.float64 if grad_w.dtype.element_ty == tl.float64 else tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_K), ACC)
     for row in range(start, end, BLOCK_R):
-        inside = lines < end - row  # rows of the next expert, or of nobody, may hold NaN
+        inside = lines < end - row  # rows of the next expert and padding may hold NaN
         grad_block = tl.load(grad + grad_at, mask=in_n & inside[None, :], other=0.0)
         x_block = tl.load(x + x_at, mask=in_k & inside[:, None], other=0.0)
         acc = _add_product(grad_block, x_block, acc)
@@ -181,7 +181,7 @@ def _zero_empty_kernel(grad_w, offsets, size, BLOCK: tl.constexpr):
 
 
 def product(x: Tensor, w_EKN: Tensor, offsets_E: Tensor, cut: Tiling | None = None) -> Tensor:
-    """``y[r] = x[r] @ w[e]`` for the rows of each expert, and zero for rows of nobody.
+    """``y[r] = x[r] @ w[e]`` for the rows of each expert, and zero for padding rows.
 
     Args:
         x: [R, K], in fp32, fp64 or a half; halves are summed in fp32, and fp32 is not rounded to TF32.
@@ -272,25 +272,22 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _specimen(
+def _compile_case(
     name: str, kernel: Any, dtype: str, cut: Tiling, architectures: tuple[int, ...], **constants: int
-) -> Specimen:
+) -> CompileCase:
     """As a real run has it: dense matrices of widths that are multiples of 16, any number of rows and experts."""
-    kinds = {"offsets": "*i32", **dict.fromkeys(("x", "w", "y", "grad", "grad_w"), f"*{dtype}")}
-    signature = {each: "constexpr" if each in constants else kinds.get(each, "i32") for each in kernel.arg_names}
-    known = [index for index, (each, kind) in enumerate(signature.items()) if kind != "constexpr" and each not in "RE"]
-    return Specimen(
-        f"{name} {dtype}", kernel, signature, constants, cut.warps, cut.stages,
-        tensor_core=cut.depth > 1 and dtype == "bf16", attrs={(index,): [["tt.divisibility", 16]] for index in known},
-        architectures=architectures,
+    types = {"offsets": "*i32", **dict.fromkeys(("x", "w", "y", "grad", "grad_w"), f"*{dtype}")}
+    return CompileCase(
+        f"{name} {dtype}", kernel, types, constants, ("R", "E"), cut.warps, cut.stages,
+        tensor_core=cut.depth > 1 and dtype == "bf16", architectures=architectures,
     )  # fmt: skip
 
 
-def _specimens() -> list[Specimen]:
+def _compile_cases() -> list[CompileCase]:
     every, plain = (80, 90, 100), Tiling(1, 1024, 1, 4, 1)
     found = [
-        _specimen("zero_tail", _zero_tail_kernel, "bf16", plain, every, BLOCK_N=1024),
-        _specimen("zero_empty", _zero_empty_kernel, "bf16", plain, every, BLOCK=4096),
+        _compile_case("zero_tail", _zero_tail_kernel, "bf16", plain, every, BLOCK_N=1024),
+        _compile_case("zero_empty", _zero_empty_kernel, "bf16", plain, every, BLOCK=4096),
     ]
     for dtype, cut, architectures in (
         ("bf16", _HIGH, (80,)),
@@ -307,8 +304,8 @@ def _specimens() -> list[Specimen]:
             ("grouped_mm_grad_x", _product_kernel, {"w_stride_n": 1, **blocks}),
             ("grouped_mm_grad_w", _grad_w_kernel, sums),
         ):
-            found.append(_specimen(f"{what} {size}", kernel, dtype, cut, architectures, **constants))
+            found.append(_compile_case(f"{what} {size}", kernel, dtype, cut, architectures, **constants))
     return found
 
 
-SPECIMENS = _specimens()
+COMPILE_CASES = _compile_cases()

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 from olmoe_lightning.kernels.gpu.routes import sort_routes
 from olmoe_lightning.kernels.gpu.rows import cut, side_by_side
-from olmoe_lightning.kernels.gpu.specimen import Specimen
-from olmoe_lightning.kernels.permute import Permutation
+from olmoe_lightning.kernels.routes import Permutation
 
 
 @triton.jit
@@ -88,34 +88,25 @@ def gather_sum(rows_RD: Tensor, row_of_route_TK: Tensor) -> Tensor:
     return out
 
 
-def _specimens() -> list[Specimen]:
+def _compile_cases(dtype: str, k: int) -> list[CompileCase]:
     block, warps = cut(2048)
-    attrs = {(each,): [["tt.divisibility", 16]] for each in range(5)}
-    found = []
-    for dtype, k in (("bf16", 8), ("fp32", 4)):
-        numbers = {"D": "i32", "x_stride": "i32", "BLOCK_D": "constexpr"}
-        found += [
-            Specimen(
-                f"permute {dtype} D2048",
-                _gather_kernel,
-                {"x": f"*{dtype}", "token": "*i64", "out": f"*{dtype}", **numbers},
-                {"BLOCK_D": block},
-                num_warps=warps,
-                attrs=attrs,
-            ),
-            Specimen(
-                f"unpermute {dtype} K{k} D2048",
-                _gather_sum_kernel,
-                {
-                    "rows": f"*{dtype}", "row": "*i64", "out": f"*{dtype}", "D": "i32", "rows_stride": "i32",
-                    "K": "constexpr", "BLOCK_D": "constexpr",
-                },
-                {"K": k, "BLOCK_D": block},
-                num_warps=warps,
-                attrs=attrs,
-            ),
-        ]  # fmt: skip
-    return found
+    rows = f"*{dtype}"
+    return [
+        CompileCase(
+            f"permute {dtype} D2048",
+            _gather_kernel,
+            {"x": rows, "token": "*i64", "out": rows},
+            {"BLOCK_D": block},
+            num_warps=warps,
+        ),
+        CompileCase(
+            f"unpermute {dtype} K{k} D2048",
+            _gather_sum_kernel,
+            {"rows": rows, "row": "*i64", "out": rows},
+            {"K": k, "BLOCK_D": block},
+            num_warps=warps,
+        ),
+    ]
 
 
-SPECIMENS = _specimens()
+COMPILE_CASES = [*_compile_cases("bf16", 8), *_compile_cases("fp32", 4)]

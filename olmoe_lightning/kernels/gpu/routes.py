@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from olmoe_lightning.kernels.gpu.specimen import Specimen
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 
 BLOCK_R = 128
 """Routes of a block: their pairs are compared, so more would cost more than proportionally."""
@@ -144,35 +144,26 @@ def _dense(ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     return ids, ids if keep is None else keep.contiguous().view(torch.uint8)
 
 
-_ALIGNED = [["tt.divisibility", 16]]
-_TABLE = {"BLOCK_E": _BLOCK_E}
-
-SPECIMENS = [
-    Specimen(
+COMPILE_CASES = [
+    CompileCase(
         "count of routes",
         _count_kernel,
-        {
-            "ids": "*i64", "keep": "*u8", "counts": "*i32", "R": "i32", "E": "i32",
-            "HAS_KEEP": "constexpr", "BLOCK_R": "constexpr", "BLOCK_E": "constexpr",
-        },
-        {"HAS_KEEP": True, "BLOCK_R": BLOCK_R, **_TABLE},
-        attrs={(each,): _ALIGNED for each in (0, 1, 2, 4)},
+        {"ids": "*i64", "keep": "*u8", "counts": "*i32"},
+        {"HAS_KEEP": True, "BLOCK_R": BLOCK_R, "BLOCK_E": _BLOCK_E},
+        unaligned=["R"],
     ),
-    Specimen(
+    CompileCase(
         "starts of routes",
         _scan_kernel,
-        {"counts": "*i32", "base": "*i32", "blocks": "i32", "E": "i32", "BLOCK_B": "constexpr", "BLOCK_E": "constexpr"},
-        {"BLOCK_B": _BLOCK_B, **_TABLE},
-        attrs={(each,): _ALIGNED for each in (0, 1, 3)},
+        {"counts": "*i32", "base": "*i32"},
+        {"BLOCK_B": _BLOCK_B, "BLOCK_E": _BLOCK_E},
+        unaligned=["blocks"],
     ),
-    Specimen(
+    CompileCase(
         "route map",
         _place_kernel,
-        {
-            "ids": "*i64", "keep": "*u8", "starts": "*i32", "rank": "*i32", "row": "*i32", "R": "i32", "E": "i32",
-            "experts_local": "i32", "HAS_KEEP": "constexpr", "BLOCK_R": "constexpr",
-        },
+        {"ids": "*i64", "keep": "*u8", "starts": "*i32", "rank": "*i32", "row": "*i32"},
         {"HAS_KEEP": True, "BLOCK_R": BLOCK_R},
-        attrs={(each,): _ALIGNED for each in range(7) if each != 5},
+        unaligned=["R", "experts_local"],
     ),
-]  # fmt: skip
+]

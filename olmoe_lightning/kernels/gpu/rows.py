@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 from olmoe_lightning.kernels.gpu.routes import count_routes, place_routes
-from olmoe_lightning.kernels.gpu.specimen import Specimen
-from olmoe_lightning.kernels.rowwise import Routes, Window
+from olmoe_lightning.kernels.routes import Routes, Window
 
 __all__ = ["count_routes", "gather_weights", "place_routes", "publish_rows", "put_rows", "sum_rows"]
 
 _PUBLISHERS = 1024
-"""Programs that publish rows: nobody on the host knows how many rows there are."""
+"""Programs that publish rows; the host does not know how many rows there are."""
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def put_rows(x_TD: Tensor, weights_TK: Tensor | None, routes: Routes, windows: S
     """As ``kernels.rowwise.put_rows``.
 
     Raises:
-        ValueError: windows have another dtype than the tokens, or the values of their rows are no neighbours in memory.
+        ValueError: windows have another dtype than the tokens, or rows whose values are not consecutive in memory.
     """
     x_TD = side_by_side(x_TD)
     rows = [window.rows for window in windows]
@@ -204,7 +204,7 @@ def cut(width: int) -> tuple[int, int]:
 
 
 def side_by_side(rows: Tensor) -> Tensor:
-    """Rows whose values are neighbours in memory; the rows may be anywhere. A copy when they are not."""
+    """Rows whose values are consecutive in memory, wherever each row begins; a copy when they are not."""
     return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -226,59 +226,44 @@ def _table(tensors: Sequence[Tensor]) -> Tensor:
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
-def _specimens() -> list[Specimen]:
-    aligned = [["tt.divisibility", 16]]
-    found = []
-    for dtype, k in (("bf16", 8), ("fp32", 4)):
-        block, warps = cut(2048)
-        name, rows = f"{dtype} K{k} D2048", f"*{dtype}"
-        routes = {"rank": "*i32", "row": "*i32"}
-        cutting = {"HAS_WEIGHTS": "constexpr", "K": "constexpr", "BLOCK_D": "constexpr", "ALIGNED": "constexpr"}
-        constants = {"K": k, "BLOCK_D": block, "ALIGNED": True}
-        tables = {"peers": "*i64", "weight_peers": "*i64"}
-        found += [
-            Specimen(
-                f"put rows {name}",
-                _put_kernel,
-                {"x": rows, "weights": "*fp32", **routes, **tables, "D": "i32", "x_stride": "i32", **cutting},
-                {"HAS_WEIGHTS": True, **constants},
+def _compile_cases(dtype: str, k: int) -> list[CompileCase]:
+    block, warps = cut(2048)
+    name, rows = f"{dtype} K{k} D2048", f"*{dtype}"
+    constants = {"K": k, "BLOCK_D": block, "ALIGNED": True}
+    routes = {"rank": "*i32", "row": "*i32", "weights": "*fp32", "peers": "*i64", "weight_peers": "*i64"}
+    return [
+        CompileCase(
+            f"put rows {name}", _put_kernel, {"x": rows, **routes}, {"HAS_WEIGHTS": True, **constants}, num_warps=warps
+        ),
+        *(
+            CompileCase(
+                f"{'weighted ' if weighted else ''}sum of rows {name}",
+                _sum_kernel,
+                {"out": rows, **routes},
+                {"HAS_WEIGHTS": weighted, **constants},
                 num_warps=warps,
-                attrs={(each,): aligned for each in range(8)},
-            ),
-            *(
-                Specimen(
-                    f"{'weighted ' if weighted else ''}sum of rows {name}",
-                    _sum_kernel,
-                    {"peers": "*i64", **routes, "weights": "*fp32", "out": rows, "D": "i32", **cutting},
-                    {"HAS_WEIGHTS": weighted, **constants},
-                    num_warps=warps,
-                    attrs={(each,): aligned for each in range(6)},
-                )
-                for weighted in (False, True)
-            ),
-            Specimen(
-                f"publish rows {name}",
-                _publish_kernel,
-                {
-                    "rows": rows, "to": rows, "received": "*i32", "ends": "*i32", "own": "i32", "N": "i32",
-                    "E_local": "i32", "D": "i32", "rows_stride": "i32", "to_stride": "i32",
-                    "EXPERTS": "constexpr", "BLOCK_D": "constexpr",
-                },
-                {"EXPERTS": 16, "BLOCK_D": block},
-                num_warps=warps,
-                attrs={(each,): aligned for each in (0, 1, 2, 3, 7, 8, 9)},
-            ),
-        ]  # fmt: skip
-    found.append(
-        Specimen(
-            "gather of weights",
-            _gather_kernel,
-            {"peers": "*i64", "rank": "*i32", "row": "*i32", "out": "*fp32", "R": "i32", "BLOCK": "constexpr"},
-            {"BLOCK": 256},
-            attrs={(each,): aligned for each in range(4)},
-        )
-    )
-    return found
+            )
+            for weighted in (False, True)
+        ),
+        CompileCase(
+            f"publish rows {name}",
+            _publish_kernel,
+            {"rows": rows, "to": rows, "received": "*i32", "ends": "*i32"},
+            {"EXPERTS": 16, "BLOCK_D": block},
+            unaligned=["own", "N", "E_local"],
+            num_warps=warps,
+        ),
+    ]
 
 
-SPECIMENS = _specimens()
+COMPILE_CASES = [
+    *_compile_cases("bf16", 8),
+    *_compile_cases("fp32", 4),
+    CompileCase(
+        "gather of weights",
+        _gather_kernel,
+        {"peers": "*i64", "rank": "*i32", "row": "*i32", "out": "*fp32"},
+        {"BLOCK": 256},
+        unaligned=["R"],
+    ),
+]

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 from olmoe_lightning.kernels.gpu.rows import side_by_side
-from olmoe_lightning.kernels.gpu.specimen import Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of what the kernels read and write. They compute in fp32."""
@@ -130,26 +130,19 @@ def _cut(hidden: int) -> tuple[int, int, int]:
     return 2048 // width, width, 8
 
 
-def _specimen(name: str, kernel: Any, dtype: str, weighted: bool) -> Specimen:
+def _compile_case(name: str, kernel: Any, dtype: str, weighted: bool) -> CompileCase:
     height, width, warps = _cut(1024)
     constants: dict[str, Any] = {"WEIGHTED": weighted, "BLOCK_R": height, "BLOCK_H": width}
     if not weighted:
         constants |= {each: None for each in ("weights", "grad_weights") if each in kernel.arg_names}
-    kinds = {
-        **dict.fromkeys(("gate_up", "out", "grad", "grad_gate_up"), f"*{dtype}"),
-        **dict.fromkeys(("weights", "grad_weights"), "*fp32"),
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    signature = {each: kinds.get(each, "i32") for each in kernel.arg_names}
-    known = [index for index, (each, kind) in enumerate(signature.items()) if kind != "constexpr" and each != "R"]
-    return Specimen(
-        f"{name} {dtype}{' weighted' if weighted else ''}", kernel, signature, constants, warps,
-        attrs={(index,): [["tt.divisibility", 16]] for index in known},
-    )  # fmt: skip
+    types = dict.fromkeys(("gate_up", "out", "grad", "grad_gate_up"), f"*{dtype}")
+    types |= dict.fromkeys(("weights", "grad_weights"), "*fp32")
+    suffix = " weighted" if weighted else ""
+    return CompileCase(f"{name} {dtype}{suffix}", kernel, types, constants, unaligned=["R"], num_warps=warps)
 
 
-SPECIMENS = [
-    _specimen(name, kernel, dtype, weighted)
+COMPILE_CASES = [
+    _compile_case(name, kernel, dtype, weighted)
     for name, kernel in (("swiglu", _forward_kernel), ("swiglu_backward", _backward_kernel))
     for dtype, weighted in (("bf16", True), ("bf16", False), ("fp32", True))
 ]

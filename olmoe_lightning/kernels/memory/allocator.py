@@ -19,9 +19,9 @@ def keep_freed_memory() -> bool:
     100 M parameters that took a fifth of the time. And a step walks through hundreds of megabytes, far more than the
     processor can translate addresses for in pages of 4 KiB: pages of 2 MiB made whole training steps 8 % faster.
 
-    The process then holds on to its peak memory. The room for large pages, half of the memory that is free, is only
-    reserved: it takes no memory until it is used. Call it before the model is built. Does nothing where the C library
-    is not glibc.
+    The process then holds on to its peak memory. The address space for large pages, half of the free memory, is only
+    reserved: it takes no memory until it is used. Call it before the model is built. Only glibc can do this; it does
+    nothing elsewhere.
 
     Returns:
         Whether freed memory is kept.

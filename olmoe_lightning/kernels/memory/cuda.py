@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
+from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
+from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, Region, SymmetricMemory
 from olmoe_lightning.kernels.memory.virtual import VirtualMemory, VirtualRanks
 
 ELSEWHERE = (
@@ -58,6 +60,7 @@ class DeviceRegion(Region):
         super().__init__(nbytes)
         self._parts, self._keep = parts, keep
 
+    @override
     def storage(self, rank: int, on_release: Callable[[], None] | None = None) -> Tensor:
         """All bytes of a process' part, addressed through this device.
 
@@ -83,7 +86,7 @@ class _Use:
 
 
 class VirtualDeviceMemory(VirtualMemory):
-    """One virtual rank's view of memory on a device: threads that share a GPU and its stream, or one process alone.
+    """One virtual rank's view of memory on a device: threads that share a GPU and its stream, or a single process.
 
     Args:
         ranks: what the virtual ranks have in common.
@@ -95,6 +98,7 @@ class VirtualDeviceMemory(VirtualMemory):
         super().__init__(ranks, rank)
         self._device = device
 
+    @override
     def allocate(self, nbytes: int) -> Region:
         """A part of each rank, from torch's allocator."""
         own = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self._device)
@@ -133,25 +137,20 @@ class CudaMemory(SymmetricMemory):
             backend="gloo",
             use_local_synchronization=True,
         )
-        # Nobody begins what another will not join: torch's rendezvous would wait for it.
+        # All processes learn of a problem before torch's rendezvous, which would wait for those that do not come.
         try:
             place: _Place | str = _place(device)
         except RuntimeError as error:
             place = f"rank {self.rank} cannot use its GPU {device}: {error}"
-        if problem := unreachable(self._tell(place)):
+        if problem := unreachable(gather_objects(self._host, place)):
             raise ValueError(f"{problem}: {ELSEWHERE}")
         failed = None
         try:
             self._barrier = self._make(4096)
         except Exception as error:  # whatever it is, the others must know
             failed = f"rank {self.rank} cannot map the memory of the other GPUs: {error}"
-        if failures := [each for each in self._tell(failed) if each]:
+        if failures := [each for each in gather_objects(self._host, failed) if each]:
             raise ValueError(f"{failures[0]}: {ELSEWHERE}")
-
-    def _tell(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self._host)
-        return everyone
 
     def _make(self, nbytes: int) -> tuple[DeviceRegion, Any]:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -165,27 +164,22 @@ class CudaMemory(SymmetricMemory):
         # The parts do not own what they show; the handle owns the mappings of all, also of what a peer has given back.
         return DeviceRegion(parts, nbytes, keep=(own, handle)), handle
 
+    @override
     def allocate(self, nbytes: int) -> Region:
         """Taken at once; collective, and it waits for the device."""
         return self._make(max(nbytes, 16))[0]
 
+    @override
     def exchange(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Numbers over the host; the barrier is put onto the current stream."""
         if len(numbers) > MAX_NUMBERS:
             raise ValueError(f"an exchange carries at most {MAX_NUMBERS} numbers, got {len(numbers)}")
-        found: list[tuple[int, ...]] = [()] * self.size
-        if numbers:
-            mine = torch.tensor(list(numbers))
-            parts = [torch.empty_like(mine) for _ in range(self.size)]
-            try:
-                dist.all_gather(parts, mine, group=self._host)
-            except RuntimeError as error:
-                raise PeerError(f"rank {self.rank} of {self.size} waited in vain for another: {error}") from error
-            found = [tuple(part.tolist()) for part in parts]
+        found: list[tuple[int, ...]] = gather_numbers(self._host, numbers) if numbers else [()] * self.size
         with torch.cuda.device(self.device):
             self._barrier[1].barrier(channel=0, timeout_ms=int(1000 * self.timeout))
         return found
 
+    @override
     def close(self) -> None:
         """Nothing is given up: regions live while tensors of them do, and the host's group while its parent does.
 

@@ -1,4 +1,4 @@
-"""A region of symmetric memory that is mapped into the address space: of this process alone, or of several."""
+"""A region of symmetric memory that is mapped into the address space of one process or of several."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from olmoe_lightning.kernels.memory.symmetric import Region
 
@@ -30,6 +31,7 @@ class MappedRegion(Region):
                 with contextlib.suppress(OSError):  # advice
                     each.madvise(mmap.MADV_HUGEPAGE)
 
+    @override
     def storage(self, rank: int, on_release: Callable[[], None] | None = None) -> Tensor:
         """All bytes of a process' part.
 

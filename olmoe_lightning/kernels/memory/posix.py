@@ -14,19 +14,21 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
+from olmoe_lightning.kernels.cpu.native import library, unavailable_reason
+from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
-from olmoe_lightning.kernels.native import integer, library, unavailable_reason
 
 _BLOCK = 4096
-"""Bytes of a process' meeting point: see ``cpu/peers.cpp``. Its last eight bytes tell it from any other file."""
+"""Bytes of a process' block of barrier words, see ``cpu/peers.cpp``. The last eight are a token that identifies it."""
 _SLICE_SECONDS = 0.1
-"""After so long a wait looks whether the others still live."""
+"""A wait looks so often whether the other processes still live."""
 
 ELSEWHERE = (
     "it needs memory that all processes can map, which only those of one host have; take 'all_to_all', which runs over "
@@ -44,12 +46,24 @@ def posix_memory_missing() -> str | None:
     return None
 
 
+class _Peer(NamedTuple):
+    """What the others must know of a process to map its block."""
+
+    host: str
+    pid: int
+    block: int
+    """Number of its open file."""
+    token: bytes
+    native: bool
+    """Whether the barrier's kernels run there."""
+
+
 class PosixMemory(SymmetricMemory):
     """Memory that the processes of a group on one host share; made by all of them together.
 
     Args:
-        group: a process group that can carry objects; it is used here only, and where the meeting in shared memory
-            cannot be had (no C++ compiler).
+        group: a process group that can carry objects; it is used here only, and for exchanges where the barrier in
+            shared memory is missing (no C++ compiler).
         timeout: seconds that a process waits for another; ``None`` for the group's.
 
     Raises:
@@ -68,41 +82,39 @@ class PosixMemory(SymmetricMemory):
             own = mmap.mmap(block, _BLOCK)
             token = os.urandom(8)
             own[-8:] = token
-            introductions: list[Any] = [None] * self.size
-            mine = (socket.gethostname(), os.getpid(), block, token, unavailable_reason() is None)
-            dist.all_gather_object(introductions, mine, group=group)
-            maps, problem = self._meet(introductions)
-            problems: list[Any] = [None] * self.size
-            dist.all_gather_object(problems, problem, group=group)
+            mine = _Peer(socket.gethostname(), os.getpid(), block, token, unavailable_reason() is None)
+            peers: list[_Peer] = gather_objects(group, mine)
+            maps, problem = self._map_blocks(peers)
+            problems: list[str | None] = gather_objects(group, problem)
         finally:
             os.close(block)
         if any(problems):
-            hosts = sorted({host for host, *_ in introductions})
+            hosts = sorted({peer.host for peer in peers})
             raise ValueError(
                 f"{next(filter(None, problems))}; the processes are on hosts {', '.join(hosts)}: {ELSEWHERE}"
             )
-        self._pids = [pid for _, pid, *_ in introductions]
+        self._pids = [peer.pid for peer in peers]
         self._watched = [_watch(pid) for pid in self._pids]
-        self._meets = all(native for *_, native in introductions)
+        self._native = all(peer.native for peer in peers)
         self._maps = maps
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
         self._blocks = (ctypes.c_void_p * self.size)(*addresses)
 
-    def _meet(self, introductions: Sequence[Any]) -> tuple[list[mmap.mmap], str | None]:
+    def _map_blocks(self, peers: Sequence[_Peer]) -> tuple[list[mmap.mmap], str | None]:
+        """The blocks of all processes by rank, or why one cannot be mapped."""
         maps: list[mmap.mmap] = []
-        for other, (host, pid, fd, token, _) in enumerate(introductions):
+        for other, peer in enumerate(peers):
             try:
-                each = _map(pid, fd, _BLOCK)
+                each = _map(peer.pid, peer.block, _BLOCK)
             except OSError as error:
-                return (
-                    maps,
-                    f"rank {self.rank} cannot open the memory of rank {other} (process {pid} on {host}): {error}",
-                )
-            if each[-8:] != token:
-                return maps, f"rank {self.rank} finds another process than rank {other} under the number {pid}"
+                where = f"rank {other} (process {peer.pid} on {peer.host})"
+                return maps, f"rank {self.rank} cannot open the memory of {where}: {error}"
+            if each[-8:] != peer.token:
+                return maps, f"rank {self.rank} finds another process than rank {other} under the number {peer.pid}"
             maps.append(each)
         return maps, None
 
+    @override
     def allocate(self, nbytes: int) -> Region:
         """A file of each process, mapped by all."""
         nbytes = max(nbytes, mmap.PAGESIZE)
@@ -122,47 +134,42 @@ class PosixMemory(SymmetricMemory):
             raise MemoryError(f"ranks {wrong} of {self.size} could not map {nbytes} bytes of each of them{failed}")
         return MappedRegion(maps, nbytes)
 
+    @override
     def exchange(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Over words in shared memory, or over the group where there are no compiled kernels."""
         count = len(numbers)
         if count > MAX_NUMBERS:
             raise ValueError(f"an exchange carries at most {MAX_NUMBERS} numbers, got {count}")
-        if not self._meets:
-            return self._exchange_by_group(numbers)
+        if not self._native:
+            return gather_numbers(self.group, numbers)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         mine, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self.size))()
         sequence = ctypes.c_int32(self._sequence)
-        library().peers_post(self._blocks, integer(self.rank), sequence, mine, integer(count))
+        rank, size, n = (ctypes.c_int64(value) for value in (self.rank, self.size, count))
+        library().peers_post(self._blocks, rank, sequence, mine, n)
         read = library().peers_read
         read.restype = ctypes.c_int64
         started = time.monotonic()
-        while True:
-            seconds = ctypes.c_double(min(_SLICE_SECONDS, self.timeout))
-            missing = read(self._blocks, integer(self.size), sequence, integer(count), seconds, all_numbers)
-            if missing < 0:
-                break
-            # One that posted before it ended has come; only then is it looked at again.
-            self._check(missing, started, lambda: read(self._blocks, integer(self.size), sequence, integer(count),
-                                                       ctypes.c_double(0), all_numbers))  # fmt: skip
+
+        def missing(seconds: float) -> int:
+            """A rank that has not posted after so long; -1 when all have."""
+            found: int = read(self._blocks, size, sequence, n, ctypes.c_double(seconds), all_numbers)
+            return found
+
+        while (peer := missing(min(_SLICE_SECONDS, self.timeout))) >= 0:
+            # A process may post and then end: its words are read once more before it counts as missing.
+            self._check(peer, started, lambda: missing(0))
         return [tuple(all_numbers[rank * count : (rank + 1) * count]) for rank in range(self.size)]
 
-    def _check(self, missing: int, started: float, look_again: Callable[[], int]) -> None:
+    def _check(self, missing: int, started: float, read_again: Callable[[], int]) -> None:
         waited = time.monotonic() - started
         watched = self._watched[missing]
         ended = watched is not None and bool(select.select([watched], [], [], 0)[0])
-        if (ended or waited > self.timeout) and look_again() == missing:
+        if (ended or waited > self.timeout) and read_again() == missing:
             what = "has ended" if ended else f"did not come within {waited:.0f} s"
             raise PeerError(f"rank {missing} of {self.size} (process {self._pids[missing]}) {what}")
 
-    def _exchange_by_group(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        mine = torch.tensor([*numbers, 0])
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            dist.all_gather(parts, mine, group=self.group)
-        except RuntimeError as error:
-            raise PeerError(f"rank {self.rank} of {self.size} waited in vain for another: {error}") from error
-        return [tuple(part[:-1].tolist()) for part in parts]
-
+    @override
     def close(self) -> None:
         """Stop watching the others."""
         for watched in self._watched:
@@ -189,7 +196,7 @@ def _watch(pid: int) -> int | None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds; torch has no public way to ask, and ``tests`` notice when this one moves."""
+    """Seconds; torch has no public name for it, and a test fails when the private one moves."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):

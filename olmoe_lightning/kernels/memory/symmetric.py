@@ -1,7 +1,7 @@
 """Memory of the same size on every process of a group, which all of them read and write: the interface.
 
-Who has it: processes of one host (``posix_memory``), GPUs with peer access (``cuda_memory``), and virtual ranks inside
-one process (``virtual_memory``), for tests and for one process alone.
+Its kinds: of processes of one host (``posix``), of GPUs with peer access (``cuda``), and of virtual ranks inside one
+process (``virtual``), for tests and for a group of one process.
 """
 
 from __future__ import annotations

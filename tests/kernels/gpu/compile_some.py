@@ -1,4 +1,4 @@
-"""Run in a process of its own, without ``TRITON_INTERPRET``: compiles specimens and two controls, and prints JSON.
+"""Run in a process of its own, without ``TRITON_INTERPRET``: compiles cases and two controls, and prints JSON.
 
 python compile_some.py CACHE_FOLDER < names.json
 """
@@ -15,8 +15,8 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 import triton
 import triton.language as tl
 
-from olmoe_lightning.kernels.gpu import specimens
-from olmoe_lightning.kernels.gpu.specimen import Specimen
+from olmoe_lightning.kernels.gpu import compile as command
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 
 
 @triton.jit
@@ -28,8 +28,7 @@ def divide_by_sum(x, y, stride, WIDTH: tl.constexpr):
 
 
 def control(name, width):
-    signature = {"x": "*fp32", "y": "*fp32", "stride": "i32", "WIDTH": "constexpr"}
-    return Specimen(name, divide_by_sum, signature, {"WIDTH": width}, num_warps=1)
+    return CompileCase(name, divide_by_sum, {"x": "*fp32", "y": "*fp32"}, {"WIDTH": width}, num_warps=1)
 
 
 # 1024 values are 32 registers of each of 32 threads; 8192 are 256, and there are 255.
@@ -56,18 +55,18 @@ def reached(kernel):
 def printed(*arguments):
     """Status and output of the command; what it compiles has been compiled before."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = specimens.main([*arguments])
+        status = command.main([*arguments])
     return [status, out.getvalue()]
 
 
 def main():
     wanted = json.load(sys.stdin)
-    by_name = {each.name: each for each in specimens.collect()}
+    by_name = {each.name: each for each in command.collect()}
     only = ("--only", wanted[0][0], "--sm", str(wanted[0][1]))
     result = {
-        "kernels": [asdict(specimens.compile_specimen(by_name[name], sm)) for name, sm in wanted],
-        "controls": {each.name: asdict(specimens.compile_specimen(each, 90)) for each in CONTROLS},
-        "written": sorted(set().union(*map(own_functions, specimens.kernel_modules()))),
+        "kernels": [asdict(command.compile_case(by_name[name], sm)) for name, sm in wanted],
+        "controls": {each.name: asdict(command.compile_case(each, 90)) for each in CONTROLS},
+        "written": sorted(set().union(*map(own_functions, command.kernel_modules()))),
         "reached": {name: sorted(reached(each.kernel)) for name, each in by_name.items()},
         "table": printed(*only),
         "json": printed(*only, "--json"),

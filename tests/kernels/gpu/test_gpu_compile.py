@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from olmoe_lightning.kernels.gpu.specimens import SHARED_LIMIT, TENSOR_CORE, collect, main
+from olmoe_lightning.kernels.gpu.compile import SHARED_LIMIT, TENSOR_CORE, collect, main
 
-SPECIMENS = {each.name: each for each in collect()}
-ALL = [(name, sm) for name, each in SPECIMENS.items() for sm in each.architectures]
+CASES = {each.name: each for each in collect()}
+ALL = [(name, sm) for name, each in CASES.items() for sm in each.architectures]
 
 
 def one_of_each_kind(cases):
     """One instance of each kernel for each architecture, of a product in each direction: all would take a minute."""
     found = {}
     for name, sm in cases:
-        each = SPECIMENS[name]
+        each = CASES[name]
         found.setdefault((each.kernel, sm, each.tensor_core and frozenset(each.constants)), (name, sm))
     # A kernel of products also has instances without tensor cores, for fp32.
-    products = {each.kernel for each in SPECIMENS.values() if each.tensor_core}
+    products = {each.kernel for each in CASES.values() if each.tensor_core}
     return [case for (kernel, _, tensor), case in found.items() if tensor or kernel not in products]
 
 
@@ -37,13 +37,13 @@ def build(cases, environment, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(found, specimen, sm):
+def check(found, case, sm):
     """Registers suffice, shared memory too, tensor cores are used by products and by nothing else."""
     assert found["stack_bytes"] == 0
     assert 0 < found["registers"] <= 255
     assert found["shared_bytes"] <= SHARED_LIMIT[sm]
-    assert found["tensor_core"] == (TENSOR_CORE[sm] if specimen.tensor_core else "")
-    assert (found["instructions"]["tensor"] > 0) == specimen.tensor_core
+    assert found["tensor_core"] == (TENSOR_CORE[sm] if case.tensor_core else "")
+    assert (found["instructions"]["tensor"] > 0) == case.tensor_core
     # Else the constants made the compiler throw the kernel away, and nothing of the above means anything.
     assert found["instructions"]["stores"] > 0
     assert found["instructions"]["loads"] > 0
@@ -57,7 +57,7 @@ def built(compiling_environment, tmp_path_factory):
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_kernel_compiles_without_spilling_and_uses_the_tensor_cores_that_it_should(built, case):
-    check(built["kernels"][FEW.index(case)], SPECIMENS[case[0]], case[1])
+    check(built["kernels"][FEW.index(case)], CASES[case[0]], case[1])
 
 
 @pytest.mark.slow
@@ -65,13 +65,13 @@ def test_so_does_every_other_instance(compiling_environment, tmp_path):
     others = [case for case in ALL if case not in FEW]
     found = build(others, compiling_environment, tmp_path)["kernels"]
     for (name, sm), each in zip(others, found, strict=True):
-        check(each, SPECIMENS[name], sm)
+        check(each, CASES[name], sm)
 
 
 @pytest.mark.parametrize("sm", sorted(TENSOR_CORE))
 def test_each_architecture_has_every_kernel(sm):
-    chosen = [SPECIMENS[name] for name, architecture in FEW if architecture == sm]
-    assert {each.kernel for each in chosen} == {each.kernel for each in SPECIMENS.values()}
+    chosen = [CASES[name] for name, architecture in FEW if architecture == sm]
+    assert {each.kernel for each in chosen} == {each.kernel for each in CASES.values()}
     assert {each.tensor_core for each in chosen} == {True, False}
 
 
@@ -85,18 +85,18 @@ def test_a_kernel_without_products_has_no_tensor_core_instruction(built):
     found = built["controls"]["fits"]
     assert found["tensor_core"] == ""
     assert found["instructions"]["tensor"] == 0
-    product = next(each for each in SPECIMENS.values() if each.tensor_core)
+    product = next(each for each in CASES.values() if each.tensor_core)
     check(found, dataclasses.replace(product, tensor_core=False), 90)
     with pytest.raises(AssertionError):
         check(found, product, 90)
 
 
-def test_every_kernel_of_the_package_has_a_specimen(built):
+def test_every_kernel_of_the_package_has_a_case(built):
     covered = set().union(*built["reached"].values())
     assert covered == set(built["written"])
 
 
-def test_a_kernel_without_a_specimen_would_be_seen(built):
+def test_a_kernel_without_a_case_would_be_seen(built):
     kernels = set(map(tuple, built["reached"].values()))
     for left_out in kernels:
         others = set().union(*(set(names) for names in kernels if names != left_out))

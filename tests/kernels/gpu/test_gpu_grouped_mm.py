@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from olmoe_lightning.kernels import grouped_mm, reference_kernels
+from olmoe_lightning.kernels.choice import interpreted_kernels
 from olmoe_lightning.kernels.gpu import grouped_mm as gpu
 from olmoe_lightning.kernels.gpu.grouped_mm import Tiling
-from olmoe_lightning.kernels.gpu_choice import interpreted_kernels
 from olmoe_lightning.kernels.grouped_mm import library_serves
 
 SIZES = {

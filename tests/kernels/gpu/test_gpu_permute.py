@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from olmoe_lightning.kernels import combine_rows, dispatch_rows, permute, plan_permutation
+from olmoe_lightning.kernels.choice import interpreted_kernels
 from olmoe_lightning.kernels.gpu import permute as gpu
-from olmoe_lightning.kernels.gpu_choice import interpreted_kernels
 
 EXPERTS = 4
 UNRESERVED = 0x4000  # MAP_NORESERVE: Python 3.11 has no name for it

@@ -10,12 +10,11 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from olmoe_lightning.kernels import rowwise
+from olmoe_lightning.kernels.choice import interpreted_kernels, on_gpu, reference_kernels
 from olmoe_lightning.kernels.gpu import routes as gpu_routes
 from olmoe_lightning.kernels.gpu import rows as gpu
-from olmoe_lightning.kernels.gpu_choice import interpreted_kernels, on_gpu
 from olmoe_lightning.kernels.memory.virtual import VirtualMemory, VirtualRanks
-from olmoe_lightning.kernels.native import reference_kernels
-from olmoe_lightning.kernels.rowwise import Routes, Window
+from olmoe_lightning.kernels.routes import Routes, Window
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 

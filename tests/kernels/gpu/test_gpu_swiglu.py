@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from olmoe_lightning.kernels import swiglu
+from olmoe_lightning.kernels.choice import interpreted_kernels
 from olmoe_lightning.kernels.gpu import swiglu as gpu
-from olmoe_lightning.kernels.gpu_choice import interpreted_kernels
 from olmoe_lightning.kernels.swiglu import _backward, _forward
 
 UNRESERVED = 0x4000  # MAP_NORESERVE: Python 3.11 has no name for it

@@ -1,7 +1,7 @@
 """Compile every Triton kernel for GPUs that need not be there, and say what the compiler made of it.
 
-    python -m olmoe_lightning.kernels.gpu.specimens            # a table; make kernels
-    python -m olmoe_lightning.kernels.gpu.specimens --json     # one line
+    python -m olmoe_lightning.kernels.gpu.compile            # a table; make kernels
+    python -m olmoe_lightning.kernels.gpu.compile --json     # one line
 
 Registers and stack come from the binary's table of resources, read with a program that Triton brings along.
 Instructions are counted in PTX, as they stand there: a loop counts once.
@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import olmoe_lightning.kernels.gpu as package
-from olmoe_lightning.kernels.gpu.specimen import Specimen
+from olmoe_lightning.kernels.gpu.compile_case import CompileCase
 
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program may have. SM 8.0 would give 163 KiB, but its kernels run on 8.6 and 8.9 too."""
@@ -51,10 +51,10 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a specimen.
+    """What a compiler made of a case.
 
     Args:
-        name: of the specimen.
+        name: of the case.
         sm: architecture, e.g. 90.
         registers: of each thread.
         stack_bytes: of each thread, in slow memory: registers that were spilled. Kernels have no arrays of their own.
@@ -90,29 +90,29 @@ def unavailable_reason() -> str | None:
 def kernel_modules() -> list[ModuleType]:
     """All modules of the package that define kernels, imported; they need Triton."""
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    own = [name for name in names if name not in ("specimen", "specimens")]
+    own = [name for name in names if name not in ("compile", "compile_case")]
     return [importlib.import_module(f"{package.__name__}.{name}") for name in own]
 
 
-def collect() -> list[Specimen]:
-    """The specimens of all modules.
+def collect() -> list[CompileCase]:
+    """The cases of all modules.
 
     Raises:
         ImportError: there is no Triton.
         ValueError: two have the same name.
     """
-    specimens = [specimen for module in kernel_modules() for specimen in getattr(module, "SPECIMENS", ())]
-    twice = [name for name, count in Counter(each.name for each in specimens).items() if count > 1]
+    cases = [case for module in kernel_modules() for case in module.COMPILE_CASES]
+    twice = [name for name, count in Counter(case.name for case in cases).items() if count > 1]
     if twice:
-        raise ValueError(f"names of specimens must be unique, but there are several of {', '.join(map(repr, twice))}")
-    return specimens
+        raise ValueError(f"names of cases must be unique, but there are several of {', '.join(map(repr, twice))}")
+    return cases
 
 
-def compile_specimen(specimen: Specimen, sm: int) -> Compiled:
+def compile_case(case: CompileCase, sm: int) -> Compiled:
     """Compile one for one architecture; about a second.
 
     Args:
-        specimen: what to compile.
+        case: what to compile.
         sm: 10 times the compute capability, e.g. 80.
 
     Raises:
@@ -125,16 +125,16 @@ def compile_specimen(specimen: Specimen, sm: int) -> Compiled:
     from triton.compiler import ASTSource
 
     start = time.perf_counter()
-    source = ASTSource(specimen.kernel, specimen.signature, specimen.constants, specimen.attrs)
+    source = ASTSource(case.kernel, case.signature, case.constants, case.attrs)
     # Fusion is Triton's default; newer versions warn where it is not chosen.
-    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     registers, stack = _resources(built.asm["cubin"])
     ptx, shared = built.asm["ptx"], int(built.metadata.shared)
     # Not a part of a longer name: wgmma.mma_async holds no mma.sync, but it might.
     tensor_core = "+".join(name for name in TENSOR_CORE.values() if re.search(rf"(?<![\w.]){re.escape(name)}\b", ptx))
     seconds = time.perf_counter() - start
-    return Compiled(specimen.name, sm, registers, stack, shared, tensor_core, _count(ptx), seconds)
+    return Compiled(case.name, sm, registers, stack, shared, tensor_core, _count(ptx), seconds)
 
 
 def _resources(binary: bytes) -> tuple[int, int]:
@@ -206,12 +206,12 @@ def main(arguments: list[str] | None = None) -> int:
         if reason := unavailable_reason():
             raise Unavailable(reason)
         chosen = [each for each in collect() if args.only in each.name]
-        jobs = [(specimen, sm) for specimen in chosen for sm in args.sm if sm in specimen.architectures]
-        compiled = [compile_specimen(*job) for job in jobs]
+        jobs = [(case, sm) for case in chosen for sm in args.sm if sm in case.architectures]
+        compiled = [compile_case(*job) for job in jobs]
     except Unavailable as error:
         print(f"kernels cannot be compiled here: {error}", file=sys.stderr)
         return 2
-    faults = [fault for (specimen, _), each in zip(jobs, compiled, strict=True) for fault in _faults(specimen, each)]
+    faults = [fault for (case, _), each in zip(jobs, compiled, strict=True) for fault in _faults(case, each)]
     if args.json:
         print(json.dumps({"kernels": [asdict(each) for each in compiled], "faults": faults}))
     else:
@@ -223,9 +223,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _faults(specimen: Specimen, compiled: Compiled) -> list[str]:
+def _faults(case: CompileCase, compiled: Compiled) -> list[str]:
     name, sm = compiled.name, compiled.sm
-    wanted = TENSOR_CORE[sm] if specimen.tensor_core else ""
+    wanted = TENSOR_CORE[sm] if case.tensor_core else ""
     faults = []
     if compiled.tensor_core != wanted:
         found = compiled.tensor_core or "none"

@@ -1,13 +1,11 @@
 """The CPU kernels in C++: compiled once with the machine's compiler, loaded with ctypes, and never required.
 
-They work on dense fp32 tensors in memory. Where they cannot run (no compiler, another BLAS, another dtype or device, a
-traced or fake tensor) the callers take their PyTorch reference instead, which gives the same numbers up to rounding.
+They work on dense tensors in memory. Where they cannot run (no compiler, another BLAS) the operations take their
+PyTorch reference instead, which gives the same numbers up to rounding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import ctypes
 import functools
 import hashlib
@@ -15,13 +13,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_SOURCES = Path(__file__).parent / "cpu"
+_SOURCES = Path(__file__).parent
 
 _COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffast-math", "-fno-finite-math-only"]
 _VECTOR = {
@@ -29,33 +28,9 @@ _VECTOR = {
     "AVX2": ["-mavx2", "-mfma"],
 }
 
-reference_only = contextvars.ContextVar("olmoe_lightning_reference_kernels", default=False)
-
 
 class Unavailable(RuntimeError):
     """Why the kernels cannot run here."""
-
-
-@contextlib.contextmanager
-def reference_kernels() -> Iterator[None]:
-    """Inside, every kernel takes its PyTorch reference: to compare the two, or to count operations."""
-    token = reference_only.set(True)
-    try:
-        yield
-    finally:
-        reference_only.reset(token)
-
-
-def usable(*tensors: Tensor | None) -> bool:
-    """Whether the native kernels may serve these operands: plain fp32 CPU tensors, not traced."""
-    if torch.compiler.is_compiling() or reference_only.get():
-        return False
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-            return False
-    return unavailable_reason() is None
 
 
 @functools.cache
@@ -84,14 +59,31 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Address of a tensor's first element."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def call(name: str, *operands: Tensor | Sequence[Tensor] | float | ctypes.c_int | None) -> None:
+    """Run a kernel.
+
+    Args:
+        name: of the C function.
+        operands: in its order. A tensor is the address of its first element, null for ``None``; several are an array of
+            addresses; bool is an int, int an int64_t, float a float. :func:`threads` most often is the last.
+    """
+    getattr(library(), name)(*map(_operand, operands))
 
 
-def integer(value: int) -> ctypes.c_int64:
-    """A size as the kernels take it."""
-    return ctypes.c_int64(value)
+def threads() -> ctypes.c_int:
+    """How many threads a kernel may use."""
+    return ctypes.c_int(torch.get_num_threads())
+
+
+def _operand(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, ctypes.c_int):
+        return value
+    for kind, c_type in ((bool, ctypes.c_int), (int, ctypes.c_int64), (float, ctypes.c_float)):
+        if isinstance(value, kind):
+            return c_type(value)
+    return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 
 def _build() -> ctypes.CDLL:

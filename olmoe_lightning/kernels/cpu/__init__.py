@@ -1,0 +1,1 @@
+"""Kernels in C++ for CPUs, and how they are compiled and loaded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -13,15 +15,39 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
+from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
 __all__ = [
     "NoOptimizer",
     "ScriptLauncher",
+    "batches_processed",
     "default_backend",
     "distributed_is_initialized",
     "init_process_group",
+    "layer_sync_of",
     "optimizers_to_device",
     "reset_seed",
+    "trainer_of",
 ]
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The trainer that a module is attached to; ``module.trainer`` raises where there is none."""
+    return None if module is None else cast("Trainer | None", module._trainer)
+
+
+def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
+    """What turns a module's batch norms into synchronised ones, if the trainer was asked for it."""
+    return strategy._layer_sync
+
+
+def batches_processed(trainer: Trainer) -> int:
+    """Training batches of the whole run, also before a resume."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    assert isinstance(total, _ProcessedTracker)
+    return total.processed

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from olmoe_lightning._torch import assert_async
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched
 from olmoe_lightning.kernels.memory.cuda import CudaMemory, VirtualDeviceMemory, cuda_memory_missing
@@ -411,7 +412,7 @@ class RowwiseComm(CommPlugin):
         )
         if self.overflow == "error":
             whom = "a process" if self._groups == self._axis.size else f"one of {self._groups} groups of experts"
-            torch._assert_async(
+            assert_async(
                 admitted.keep_AK.all(),
                 f"comm {self.name!r}: more routes go to {whom} than the {room} rows that it has room for "
                 f"(capacity_factor {self.capacity_factor}, at most {max(tokens)} tokens of a process, top_k {k}); "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -38,13 +37,13 @@ class BF16Precision(Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in bfloat16."""
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.bfloat16)
+        return apply_to_collection(data, Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each)
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Refuse to train where nobody keeps masters.
+        """Refuse to train where no fp32 masters are kept.
 
         Raises:
             ValueError: the strategy is not :class:`~olmoe_lightning.MoEStrategy`.

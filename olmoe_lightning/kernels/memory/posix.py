@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from olmoe_lightning._torch import group_timeout
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, PeerError, Region, SymmetricMemory
 from olmoe_lightning.kernels.native import integer, library, unavailable_reason
@@ -191,6 +192,6 @@ def _watch(pid: int) -> int | None:
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds; torch has no public way to ask, and ``tests`` notice when this one moves."""
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return group_timeout(group).total_seconds()
     except (AttributeError, RuntimeError):
         return 1800.0

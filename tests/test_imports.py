@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "module": EVERYTHING_BELOW,
     "tools": {"public", "module", "strategy", *EVERYTHING_BELOW} - {"training", "data", "_lightning", "_torch"},
     "callbacks": {"public", "plugins", "errors"},
-    "cli": {"public", "module", "callbacks", "tools", "checkpoint", "data", *LEAVES},
+    "commands": {"public", "module", "callbacks", "tools", "checkpoint", "data", "errors"},
+    "cli": {"public", "commands", "tools", "checkpoint", "data", "errors"},
     "__init__": {"config", "checkpoint", "data", "model", "module", "strategy"},
 }
 # Room -> the only third-party packages that it may import; a room that is not listed may import what is installed.

@@ -71,4 +71,4 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     Raises:
         AttributeError, RuntimeError: the group has none.
     """
-    return cast(timedelta, group._get_backend(torch.device("cpu")).options._timeout)
+    return group._get_backend(torch.device("cpu")).options._timeout

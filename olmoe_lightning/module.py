@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from olmoe_lightning._lightning import trainer_of
 from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
@@ -164,7 +165,7 @@ class OLMoE(StoredModel):
     def built(self) -> Transformer:
         """The network, built on first use."""
         if self.model is None:
-            strategy = getattr(self._trainer, "strategy", None)
+            strategy = getattr(trainer_of(self), "strategy", None)
             self._stage_map = getattr(strategy, "stage_map", None)
             if isinstance(strategy, ExpertPlacement) and self.pretrained is None:
                 # Without memory until only the own experts are left; layers of other stages are not even made.

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
+from olmoe_lightning._lightning import NoOptimizer, layer_sync_of, optimizers_to_device
+from olmoe_lightning._torch import foreach_mul_
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
 from olmoe_lightning.parallel.pipeline.stages import find_schedule
@@ -184,8 +185,8 @@ class MoEStrategy(CheckpointStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._fitted is not module:
             self._close_optimizer()
-        if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting and (layer_sync := layer_sync_of(self)) is not None:
+            self.model = layer_sync.apply(self.model)
         self.place_experts(module)
         self.model_to_device()
         self._equalise(module)
@@ -193,7 +194,7 @@ class MoEStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._build_pipeline(module)
         if fitting:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             narrowed = {p: value for p, value in values.items() if p.dtype != value.dtype}
             self._shard(trainer, module, narrowed)
@@ -379,7 +380,7 @@ class MoEStrategy(CheckpointStrategy):
         if self.sharded is None or self._folded or self.step_skipped or self.grad_norm is None:
             return
         coefficient = min(clip_val / (self.grad_norm + 1e-6), 1.0)
-        torch._foreach_mul_(self.sharded.gradients(), coefficient)
+        foreach_mul_(self.sharded.gradients(), coefficient)
 
     @torch.no_grad()
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from olmoe_lightning._lightning import trainer_of
 from olmoe_lightning.model import KVCache
 from olmoe_lightning.model.generation import (
     Continuation,
@@ -77,7 +78,7 @@ class WritingModel(StagedModel):
 
     def _elsewhere(self) -> ExpertPlacement | None:
         """The strategy, if other processes have experts that are needed here."""
-        strategy = getattr(self._trainer, "strategy", None)
+        strategy = getattr(trainer_of(self), "strategy", None)
         return strategy if isinstance(strategy, ExpertPlacement) and strategy.mesh.expert.size > 1 else None
 
     def _agreed(self, rounds: int, new: int) -> tuple[int, int]:
@@ -126,7 +127,7 @@ class WritingModel(StagedModel):
         generator: torch.Generator | None,
     ) -> Tensor:
         """:meth:`generate` where the layers are in several processes: that of the last stage chooses the tokens."""
-        strategy = getattr(self._trainer, "strategy", None)
+        strategy = getattr(trainer_of(self), "strategy", None)
         pipeline = strategy.pipeline if isinstance(strategy, ExpertPlacement) else None
         if pipeline is None:
             raise RuntimeError("the layers of this model are in several processes; text is written inside the Trainer")

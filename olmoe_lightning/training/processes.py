@@ -25,6 +25,7 @@ from olmoe_lightning._lightning import (
     distributed_is_initialized,
     init_process_group,
     reset_seed,
+    trainer_of,
 )
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel import Mesh, MeshShape
@@ -189,7 +190,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def _interrupted(self) -> bool:
         """Whether this process failed, so that the others may not be where it is, and would not answer it."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         several = self._mesh is not None and self._mesh.world.size > 1
         return several and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 

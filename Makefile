@@ -6,17 +6,20 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity slow soak lint format types bench kernels clean
+.PHONY: help train test coverage parity slow soak lint format spell types hooks bench kernels clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
 	@echo "make test    set up .venv for tests and run them"
+	@echo "make coverage the tests, and how much of the code they run"
 	@echo "make parity  every topology against one process (a part of it is in make test)"
 	@echo "make slow    tests of the commands that take long (benchmarks)"
 	@echo "make soak    kill training 50 times while it saves, and count what survives"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
+	@echo "make spell   codespell over the repository"
 	@echo "make types   mypy over the whole package"
+	@echo "make hooks   let git run lint, format and spelling before each commit"
 	@echo "make bench   training speed against Hugging Face's model, on this machine"
 	@echo "make kernels compile the GPU kernels for SM 80, 90 and 100 (no GPU needed): registers, memory, instructions"
 	@echo "make clean   remove .venv, caches and build outputs (runs/ stays)"
@@ -27,6 +30,10 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+# The figure is of the process that runs the tests; what its workers run is not in it.
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --cov --cov-report= --cov-fail-under=70
 
 parity: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parity tests/checkpoint -m "parity or not parity and not slow"
@@ -41,6 +48,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+spell: $(VENV)/.installed-test
+	$(BIN)/codespell
+
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -50,7 +60,10 @@ format: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	@rm -rf build/types && mkdir -p build/types/olmoe_lightning
 	@ln -s "$(CURDIR)"/olmoe_lightning/* "$(CURDIR)/callbacks" "$(CURDIR)/plugins" build/types/olmoe_lightning/
-	cd build/types && "$(CURDIR)/$(BIN)/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p olmoe_lightning
+	cd build/types && "$(abspath $(BIN))/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p olmoe_lightning
+
+hooks: $(VENV)/.installed-test
+	$(BIN)/pre-commit install
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/train_step.py

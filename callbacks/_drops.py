@@ -1,11 +1,11 @@
-"""What a communication plugin had no room for, from one report to the next."""
+"""What was dropped beyond the capacity of a communication plugin, from one report to the next."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from olmoe_lightning import MoEStrategy
 
 
 class DropWindow:
@@ -21,8 +21,8 @@ class DropWindow:
 
         Of several plugins (layers of different sizes) the rates are those of the one that dropped most.
         """
-        strategy: Any = trainer.strategy
-        if not hasattr(strategy, "sum_of_drops"):
+        strategy = trainer.strategy
+        if not isinstance(strategy, MoEStrategy):
             return {}
         now = strategy.own_drops()
         new = {

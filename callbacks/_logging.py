@@ -1,4 +1,4 @@
-"""How the callbacks of this room reach the loggers: once per value, at the step at which Lightning logs the loss."""
+"""How these callbacks reach the loggers: once per value, at the step at which Lightning logs the loss."""
 
 from __future__ import annotations
 

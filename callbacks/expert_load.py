@@ -43,9 +43,9 @@ class ExpertLoadMonitor(Callback):
     ``dead_experts``, ``load_entropy``, ``router_entropy``, ``balance_loss``, ``centred_product``. Means and worst
     values are in ``trainer.callback_metrics`` too.
 
-    Where a communication plugin has limited room, what it dropped in training is reported as ``drops/<rate>``, see
-    :meth:`olmoe_lightning.plugins.comm.DropCounters.rates`; ``drops.counts`` has the window's counters, by expert and
-    by process.
+    Where a communication plugin has a limited capacity, what it dropped in training is reported as ``drops/<rate>``,
+    see :meth:`olmoe_lightning.plugins.comm.DropCounters.rates`; ``drops.counts`` has the window's counters, by expert
+    and by process.
 
     Args:
         every_n_steps: optimizer steps between reports in training.

@@ -8,8 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from olmoe_lightning.checkpoint.manifest import write_manifest
-from olmoe_lightning.config import ModelConfig
+from olmoe_lightning import ModelConfig, write_manifest
 
 
 class RunManifest(Callback):

@@ -81,7 +81,7 @@ class MemoryMonitor(Callback):
 def read_memory(device: torch.device) -> dict[str, int]:
     """Bytes in use: ``active_peak``, ``reserved_peak`` of a CUDA device, else ``rss``, ``rss_peak`` of the process.
 
-    What the system does not tell is left out.
+    What the system does not report is left out.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

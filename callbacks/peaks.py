@@ -148,14 +148,14 @@ def peak_flops(device: torch.device, kind: MatmulKind) -> float | None:
 
 def _tf32_allowed() -> bool:
     try:
-        return torch.backends.cuda.matmul.allow_tf32
+        return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # the per-backend switch was used, and the old one refuses to be read beside it
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache
 def _measured_cpu_flops(dtype: torch.dtype, threads: int) -> float:
-    """Best rate over sizes and repetitions; ``threads`` is there because the result holds for that number alone."""
+    """Best rate over sizes and repetitions; ``threads`` is there because the result holds for that number only."""
     deadline = time.perf_counter() + _CPU_BUDGET_S
     best = 0.0
     with torch.inference_mode():

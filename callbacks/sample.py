@@ -105,4 +105,4 @@ class SampleText(Callback):
         if tokenizer.eos_id in new:
             new = new[: new.index(tokenizer.eos_id)]
         # A model's vocabulary may be larger than the tokenizer's; a young model also writes ids that are no token.
-        return self.prompt + tokenizer.decode([token for token in new if token < tokenizer.vocab_size])
+        return self.prompt + str(tokenizer.decode([token for token in new if token < tokenizer.vocab_size]))

@@ -307,7 +307,7 @@ class _CudaClock:
 
 
 def _saved_checkpoints(trainer: Trainer) -> tuple[Any, ...]:
-    """Changes when a checkpoint callback has saved. Checkpoints of weights alone call no ``on_save_checkpoint``."""
+    """Changes when a checkpoint callback has saved. Checkpoints of weights only call no ``on_save_checkpoint``."""
     return tuple(
         (
             getattr(c, "best_model_path", None),

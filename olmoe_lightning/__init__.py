@@ -49,7 +49,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _moe_strategy(**options: Any) -> MoEStrategy:
-    return importlib.import_module(f"{__name__}.strategy").MoEStrategy(**options)
+    strategy: MoEStrategy = importlib.import_module(f"{__name__}.strategy").MoEStrategy(**options)
+    return strategy
 
 
 # Trainer(strategy="moe") has to work after this import, and only Lightning's registry can make it so.

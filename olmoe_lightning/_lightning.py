@@ -15,14 +15,19 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
+from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
 __all__ = [
     "NoOptimizer",
     "ScriptLauncher",
+    "batches_processed",
     "default_backend",
     "distributed_is_initialized",
     "init_process_group",
+    "layer_sync_of",
     "optimizers_to_device",
     "reset_seed",
     "trainer_of",
@@ -30,6 +35,17 @@ __all__ = [
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
-    """The trainer of a module, if it is in one; ``module.trainer`` raises otherwise."""
-    trainer: Trainer | None = getattr(module, "_trainer", None)
-    return trainer
+    """The trainer that a module is attached to; ``module.trainer`` raises where there is none."""
+    return None if module is None else module._trainer
+
+
+def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
+    """What turns a module's batch norms into synchronised ones, if the trainer was asked for it."""
+    return strategy._layer_sync
+
+
+def batches_processed(trainer: Trainer) -> int:
+    """Training batches of the whole run, also before a resume."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    assert isinstance(total, _ProcessedTracker)
+    return total.processed

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device, reset_seed, trainer_of
+from olmoe_lightning._lightning import NoOptimizer, layer_sync_of, optimizers_to_device, reset_seed, trainer_of
 from olmoe_lightning.checkpoint.full import full_optimizer_state, full_state_dict
 from olmoe_lightning.checkpoint.manifest import build_manifest
 from olmoe_lightning.checkpoint.ranges import TrainingState
@@ -252,7 +252,7 @@ class MoEStrategy(ParallelStrategy):
         self._saver.open(self.mesh, self.root_device, self.timeout)
         exact = self._place_model()
         if self._fitting:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             self._shard_optimizer(trainer, exact)
         self.setup_precision_plugin()
@@ -265,8 +265,8 @@ class MoEStrategy(ParallelStrategy):
         assert self.model is not None
         if self._fitting or (self.sharded is not None and self.sharded.ownership.module is not self._module):
             self._step.forget_run()
-        if self._fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        if self._fitting and (layer_sync := layer_sync_of(self)) is not None:
+            self.model = layer_sync.apply(self.model)
         self.place_experts(self._module)
         self.model_to_device()
         self.ownership().equalise()

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from olmoe_lightning.cli import main
@@ -116,3 +117,24 @@ def test_the_version_is_one_number():
     import olmoe_lightning
 
     assert version("olmoe-lightning") == PROJECT["project"]["version"] == olmoe_lightning.__version__
+
+
+def test_the_citation_is_of_this_version_and_license():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
+
+
+def test_hooks_before_a_commit_run_what_is_installed_for_tests():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    extra = {Requirement(text).name for text in PROJECT["project"]["optional-dependencies"]["test"]}
+    scripts = {script.name: script.dist.name.replace("_", "-") for script in entry_points(group="console_scripts")}
+    for hook in repository["hooks"]:
+        program = hook["entry"].split()[0].removeprefix(".venv/bin/")
+        assert hook["language"] == "system"
+        assert scripts.get(program, program) in extra  # ruff is a program of its own, without an entry point
+
+
+def test_the_last_of_all_checks_are_the_tests():
+    steps = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert steps == ["make lint", "make spell", "make types", "make coverage"]

@@ -22,11 +22,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
+
+from olmoe_lightning._torch import rebuild_tensor, storage_info
 
 _PIECE = 4 << 20
 """Bytes that are written at once; the disk begins with them while the next are prepared."""
@@ -68,8 +70,8 @@ class ChunkWriter(FileSystemWriter):
                 for item in plan.items:
                     offset = file.tell()
                     write_chunk(file, cast(Tensor, planner.resolve_data(item)))
-                    info = _StorageInfo(name, offset, file.tell() - offset)
-                    results.append(WriteResult(item.index, info.length, info))
+                    length = file.tell() - offset
+                    results.append(WriteResult(item.index, length, storage_info(name, offset, length)))
                 if self.sync_files:
                     os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
@@ -114,7 +116,7 @@ class _Stored:
     @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         size = (self.values.numel(),)
-        return torch._utils._rebuild_tensor_v2, (self.storage, 0, size, (1,), False, OrderedDict())
+        return rebuild_tensor, (self.storage, 0, size, (1,), False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from olmoe_lightning._lightning import batches_processed
 from olmoe_lightning.data.common import DataError
 from olmoe_lightning.data.corpus import default_cache_dir, prepare_stdlib_corpus, stdlib_bpe
 from olmoe_lightning.data.dataset import EvalRows, SourceRows, TrainRows, keep
@@ -293,11 +293,7 @@ class TokenDataModule(LightningDataModule):
         ``processed`` goes up after the optimizer's step and before ``on_train_batch_end``, where checkpoints are
         written; ``ready`` would count a batch that an exception has interrupted, ``completed`` would miss the last one.
         """
-        if self.trainer is None:
-            return 0
-        total = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        assert isinstance(total, _ProcessedTracker)
-        return total.processed
+        return 0 if self.trainer is None else batches_processed(self.trainer)
 
     def _data_parallel(self) -> tuple[int, int]:
         """Number of data-parallel ranks and which this is; one pipeline's ranks share theirs."""

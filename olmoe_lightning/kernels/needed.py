@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olmoe_lightning._torch import will_execute_node
+
 
 def not_leaf(weight: Tensor) -> Tensor:
     """The same values behind a node of the graph: autograd does not say whether a leaf's gradient is needed."""
@@ -33,4 +35,4 @@ def needed_grads(ctx: Any, count: int) -> tuple[bool, ...]:
 
 
 def _runs(node: Any) -> bool:
-    return "AccumulateGrad" in node.name() or torch._C._will_engine_execute_node(node)
+    return "AccumulateGrad" in node.name() or will_execute_node(node)

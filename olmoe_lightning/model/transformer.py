@@ -53,11 +53,11 @@ class Blocks(nn.ModuleList):
     @property
     def layers(self) -> list[int]:
         """Numbers of the blocks that are here."""
-        return [int(name) for name in self._modules]
+        return [int(name) for name, _ in self.named_children()]
 
     def __getitem__(self, layer: int) -> Block:  # type: ignore[override]
         """The block of a layer, by its global number; negative numbers count from the last one that is here."""
-        block = self._modules[str(layer if layer >= 0 else self.layers[layer])]
+        block = self.get_submodule(str(layer if layer >= 0 else self.layers[layer]))
         assert isinstance(block, Block)
         return block
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from olmoe_lightning._torch import foreach_mul_
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from olmoe_lightning.parallel.grad_norm import sum_of_squares
@@ -233,7 +234,7 @@ class Alone:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None:
                 grads.append(parameter.grad)
-        torch._foreach_mul_(grads, scale)
+        foreach_mul_(grads, scale)
 
 
 def make_buckets(

@@ -164,4 +164,5 @@ def _may_read(owner: Any, hook: str) -> bool:
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The callbacks of a trainer, which its class does not declare."""
-    return trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from olmoe_lightning._torch import foreach_mul_
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
@@ -216,7 +217,7 @@ class OptimizerStep:
         if self.run is None or self._clipped or self.skipped or self.grad_norm is None:
             return
         coefficient = clip_coefficient(torch.tensor(self.grad_norm, dtype=torch.float64), clip_val)
-        torch._foreach_mul_(self.run.sharded.gradients(), float(coefficient))
+        foreach_mul_(self.run.sharded.gradients(), float(coefficient))
 
     @torch.no_grad()
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:

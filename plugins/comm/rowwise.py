@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from olmoe_lightning._torch import assert_async
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import Dispatched
 from olmoe_lightning.kernels.memory.cuda import CudaMemory, VirtualDeviceMemory, cuda_memory_missing
@@ -303,7 +304,7 @@ class RowwiseComm(CommPlugin[_Handle]):
         )
         if self.overflow == "error":
             whom = "a process" if groups == axis.size else f"one of {groups} groups of experts"
-            torch._assert_async(
+            assert_async(
                 admitted.keep_AK.all(),
                 f"comm {self.name!r}: more routes go to {whom} than the {capacity} rows of its capacity "
                 f"(capacity_factor {self.capacity_factor}, at most {max(tokens)} tokens of a process, top_k {k}); "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -39,7 +38,7 @@ class BF16Precision(Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in bfloat16."""
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.bfloat16)
+        return apply_to_collection(data, Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each)
 
     @override
     def connect(

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from strategy_lab import quiet
 
-from olmoe_lightning import MoEStrategy, _lightning
+from olmoe_lightning import MoEStrategy
 from olmoe_lightning.cli import main
 from olmoe_lightning.plugins import BF16Precision
 
@@ -59,32 +59,6 @@ def test_the_check_of_signatures_can_fail():
 def test_the_constructor_takes_everything_that_the_trainer_hands_on():
     assert inspect.signature(ParallelStrategy).parameters.keys() <= inspect.signature(MoEStrategy).parameters.keys()
     assert ParallelStrategy in MoEStrategy.__mro__
-
-
-PRIVATE = {
-    "NoOptimizer": [],
-    "ScriptLauncher": ["cluster_environment", "num_processes", "num_nodes"],
-    "default_backend": ["device"],
-    "distributed_is_initialized": [],
-    "init_process_group": ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"],
-    "optimizers_to_device": ["optimizers", "device"],
-    "reset_seed": [],
-    "trainer_of": ["module"],
-}
-"""The names that Lightning does not promise, and the parameters by which they are called."""
-
-
-def test_private_names_of_lightning_have_the_signatures_they_are_called_with():
-    assert set(_lightning.__all__) == set(PRIVATE)
-    for name, parameters in PRIVATE.items():
-        found = list(inspect.signature(getattr(_lightning, name)).parameters)
-        assert found == parameters, name
-
-
-def test_every_private_name_of_lightning_is_in_one_file():
-    for module in (inspect.getmodule(kind) for kind in MoEStrategy.__mro__ if kind.__module__.startswith("olmoe_")):
-        imports = [line for line in inspect.getsource(module).splitlines() if line.startswith("from lightning")]
-        assert not [line for line in imports if " _" in line], module.__name__
 
 
 def test_the_name_moe_gives_the_strategy_with_its_defaults():

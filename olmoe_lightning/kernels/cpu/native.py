@@ -80,9 +80,12 @@ def _operand(value: Any) -> Any:
         return ctypes.c_void_p(None if value is None else value.data_ptr())
     if isinstance(value, ctypes.c_int):
         return value
-    for kind, c_type in ((bool, ctypes.c_int), (int, ctypes.c_int64), (float, ctypes.c_float)):
-        if isinstance(value, kind):
-            return c_type(value)
+    if isinstance(value, bool):
+        return ctypes.c_int(value)
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
     return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 

@@ -4,8 +4,8 @@ Host numbers travel over a gloo group of the same processes, which waits for no 
 current stream: what it orders is the work of that stream, so all exchanges of a process belong on one stream. A process
 that does not come shows at the next host exchange, which names it, or as a barrier that gives up after the timeout.
 
-``torch.distributed._symmetric_memory`` is private and may change; this file is the only one that touches it. It was
-written for torch 2.11 to 2.13.
+``torch.distributed._symmetric_memory`` is private and may change; its names are in ``_torch.py``. Written for torch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from olmoe_lightning._torch import rendezvous, symmetric_backend, symmetric_memory
 from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
 from olmoe_lightning.kernels.memory.symmetric import MAX_NUMBERS, Region, SymmetricMemory
 from olmoe_lightning.kernels.memory.virtual import VirtualMemory, VirtualRanks
@@ -37,9 +38,7 @@ def cuda_memory_missing() -> str | None:
     if not dist.is_available():
         return "this build of torch has no torch.distributed"
     try:
-        from torch.distributed import _symmetric_memory as torch_memory
-
-        backend = torch_memory.get_backend(torch.device("cuda"))
+        backend = symmetric_backend(torch.device("cuda"))
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"torch {torch.__version__} has no symmetric memory as it is known here ({error})"
     if backend is None:
@@ -153,13 +152,10 @@ class CudaMemory(SymmetricMemory):
             raise ValueError(f"{failures[0]}: {ELSEWHERE}")
 
     def _make(self, nbytes: int) -> tuple[DeviceRegion, Any]:
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed import _symmetric_memory as torch_memory
-
         # Not from torch's pool of such memory: what a process gets from it depends on what that process has given back.
         with torch.cuda.device(self.device):
-            own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
-            handle = torch_memory.rendezvous(own, self.group)
+            own = symmetric_memory(nbytes, self.device)
+            handle = rendezvous(own, self.group)
             parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         # The parts do not own what they show; the handle owns the mappings of all, also of what a peer has given back.
         return DeviceRegion(parts, nbytes, keep=(own, handle)), handle

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from olmoe_lightning._torch import group_timeout
 from olmoe_lightning.kernels.cpu.native import library, unavailable_reason
 from olmoe_lightning.kernels.memory.host import gather_numbers, gather_objects
 from olmoe_lightning.kernels.memory.mapped_region import MappedRegion
@@ -198,6 +198,6 @@ def _watch(pid: int) -> int | None:
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds; torch has no public name for it, and a test fails when the private one moves."""
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return group_timeout(group).total_seconds()
     except (AttributeError, RuntimeError):
         return 1800.0

@@ -1,0 +1,74 @@
+"""Every name that torch does not promise to keep, in one place; a test fails when one of them moves."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch import _assert_async as assert_async
+from torch import _foreach_mul_ as foreach_mul_
+from torch._C import _will_engine_execute_node as will_execute_node
+from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+
+__all__ = [
+    "SymmetricHandle",
+    "assert_async",
+    "foreach_mul_",
+    "group_timeout",
+    "rebuild_tensor",
+    "rendezvous",
+    "storage_info",
+    "symmetric_backend",
+    "symmetric_memory",
+    "will_execute_node",
+]
+
+
+class SymmetricHandle(Protocol):
+    """Memory that the ranks of a group have mapped from each other; owns the mappings."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        """A view of a rank's memory."""
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Queue a barrier of the group on the current stream."""
+
+
+def symmetric_backend(device: torch.device) -> str | None:
+    """What shares memory between devices of this kind; ``None`` when this build of torch has nothing that does."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.get_backend(device)
+
+
+def symmetric_memory(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] that other devices may map, not from torch's pool of such memory."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
+    """Map the :func:`symmetric_memory` of all ranks; collective."""
+    from torch.distributed import _symmetric_memory
+
+    return cast(SymmetricHandle, _symmetric_memory.rendezvous(memory, group))
+
+
+def storage_info(path: str, offset: int, length: int) -> object:
+    """Where a part of a checkpoint lies, as the metadata of ``torch.distributed.checkpoint``'s file system has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long an operation of a group's CPU backend waits for the others.
+
+    Raises:
+        AttributeError, RuntimeError: the group has none.
+    """
+    return group._get_backend(torch.device("cpu")).options._timeout

@@ -1,0 +1,139 @@
+"""Private names of Lightning and torch: each is where it was, and is called as it wants to be."""
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from olmoe_lightning import _lightning, _torch
+
+LIGHTNING = {
+    "NoOptimizer": [],
+    "ScriptLauncher": ["cluster_environment", "num_processes", "num_nodes"],
+    "default_backend": ["device"],
+    "distributed_is_initialized": [],
+    "init_process_group": ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"],
+    "optimizers_to_device": ["optimizers", "device"],
+    "reset_seed": [],
+}
+"""Names and the parameters by which they are called."""
+LIGHTNING_FUNCTIONS = {"batches_processed", "layer_sync_of", "trainer_of"}
+"""Functions of ours around private attributes; a test of each is below."""
+
+TORCH = {
+    "rebuild_tensor": ["storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks", "metadata"]
+}
+TORCH_OPERATORS = {
+    "assert_async": "aten::_assert_async.msg(Tensor self, str assert_msg) -> ()",
+    "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
+}
+TORCH_FUNCTIONS = {"SymmetricHandle", "group_timeout", "rendezvous", "storage_info", "symmetric_backend",
+                   "symmetric_memory", "will_execute_node"}  # fmt: skip
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(("module", "expected"), [(_lightning, LIGHTNING), (_torch, TORCH)])
+def test_private_names_have_the_signatures_they_are_called_with(module, expected):
+    assert {name: parameters(getattr(module, name)) for name in expected} == expected
+
+
+def test_every_name_is_tested():
+    assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS
+    assert set(_torch.__all__) == TORCH.keys() | TORCH_OPERATORS.keys() | TORCH_FUNCTIONS
+
+
+def test_a_moved_signature_is_found(monkeypatch):
+    monkeypatch.setattr(_lightning, "default_backend", lambda accelerator: "gloo")
+    with pytest.raises(AssertionError):
+        test_private_names_have_the_signatures_they_are_called_with(_lightning, LIGHTNING)
+
+
+def test_a_module_tells_its_trainer_and_a_trainer_its_progress():
+    module = BoringModel()
+    assert _lightning.trainer_of(module) is _lightning.trainer_of(None) is None
+    trainer = Trainer(
+        max_steps=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module)
+    assert _lightning.trainer_of(module) is trainer
+    assert _lightning.batches_processed(trainer) == 3
+
+
+def test_a_strategy_tells_its_layer_sync():
+    strategy = DDPStrategy()
+    assert _lightning.layer_sync_of(strategy) is None
+    trainer = Trainer(sync_batchnorm=True, accelerator="cpu", devices=1, strategy=strategy, logger=False)
+    assert isinstance(_lightning.layer_sync_of(trainer.strategy), TorchSyncBatchNorm)
+
+
+@pytest.mark.parametrize("name", TORCH_OPERATORS)
+def test_private_operators_have_the_overload_that_is_called(name):
+    schema = TORCH_OPERATORS[name]
+    packet = getattr(torch.ops.aten, schema.split(".")[0].removeprefix("aten::"))
+    assert schema in [str(getattr(packet, overload)._schema) for overload in packet.overloads()]
+
+
+def test_private_operators_do_what_they_are_called_for():
+    values = [torch.ones(2), torch.full((3,), 2.0)]
+    _torch.foreach_mul_(values, torch.tensor(3.0))
+    assert [value.tolist() for value in values] == [[3, 3], [6, 6, 6]]
+    _torch.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="this is wrong"):
+        _torch.assert_async(torch.tensor(False), "this is wrong")
+
+
+def test_the_engine_tells_which_nodes_a_backward_pass_runs():
+    found = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x * y
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(tuple(_torch.will_execute_node(node) for node, _ in ctx.next_functions))
+            return grad, grad
+
+    x, y = (nn.Parameter(torch.ones(1)).view(1) for _ in range(2))
+    torch.autograd.grad(Probe.apply(x, y), [x])
+    torch.autograd.grad(Probe.apply(x, y), [x, y])
+    assert found == [(True, False), (True, True)]
+
+
+def test_where_a_part_of_a_checkpoint_lies():
+    info = _torch.storage_info("0.distcp", 5, 7)
+    assert (info.relative_path, info.offset, info.length) == ("0.distcp", 5, 7)
+
+
+def test_a_group_tells_its_timeout():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=17))
+    try:
+        assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_symmetric_memory_is_called_as_it_wants_to_be():
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
+
+    assert parameters(_symmetric_memory.get_backend) == ["device"]
+    assert parameters(_symmetric_memory.rendezvous) == ["tensor", "group"]
+    made = _SymmetricMemory.empty_strided_p2p.__doc__  # compiled: only its documentation has the parameters
+    assert "(size: Tuple[int, ...], stride: Tuple[int, ...], dtype: torch.dtype, device: torch.device, group" in made
+    for name in ("get_buffer", "barrier"):
+        text = getattr(_SymmetricMemory, name).__doc__
+        wanted = parameters(getattr(_torch.SymmetricHandle, name))
+        assert [text.index(f"{each}:") for each in wanted] == sorted(text.index(f"{each}:") for each in wanted)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -38,7 +36,7 @@ __all__ = [
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
     """The trainer that a module is attached to; ``module.trainer`` raises where there is none."""
-    return None if module is None else cast("Trainer | None", module._trainer)
+    return None if module is None else module._trainer
 
 
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:

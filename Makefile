@@ -31,7 +31,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
-# The figure is of the process that runs the tests; what its workers run is not in it.
+# The figure is of lines, of the process that runs the tests; what its workers run is not in it.
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --cov --cov-report= --cov-fail-under=70
 

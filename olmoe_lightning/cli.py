@@ -121,10 +121,10 @@ def _underscored(word: str) -> str:
 def is_users(error: Exception) -> bool:
     """Whether an error tells the user what was wrong with the input, so that its message is all that is needed.
 
-    Ours are :class:`~olmoe_lightning.errors.UserError`; every other error of our code is a bug. Lightning refuses most
-    arguments with Python's own errors.
+    Ours are :class:`~olmoe_lightning.errors.UserError` and ``UsageError``; every other error of our code is a bug.
+    Lightning refuses most arguments with Python's own errors.
     """
-    if isinstance(error, UserError | MisconfigurationException):
+    if isinstance(error, UserError | UsageError | MisconfigurationException):
         return True
     if isinstance(error, OSError) and error.filename is not None:  # missing file, no permission, full disk
         return True

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from olmoe_lightning.errors import UserError
 
+class UsageError(Exception):
+    """The command line or a configuration file cannot be used.
 
-class UsageError(UserError):
-    """The command line or a configuration file cannot be used."""
+    No ``UserError``, which is a ``ValueError``: the parser would take one for a wrong value, and wrap it once more.
+    """
 
 
 class Parser(LightningArgumentParser):

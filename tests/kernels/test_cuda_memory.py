@@ -51,7 +51,7 @@ def test_gpus_that_do_not_reach_each_other_are_named(places, problem):
     assert unreachable(places) == problem
 
 
-def meet_from_two_hosts():
+def set_up_from_two_hosts():
     """What each of two processes is told whose hosts no NVLink connects."""
     here = _Place(f"host{dist.get_rank()}", 0, (0,), None)
     with mock.patch.object(cuda_memory, "_place", return_value=here), pytest.raises(ValueError) as caught:
@@ -60,7 +60,7 @@ def meet_from_two_hosts():
 
 
 def test_all_processes_are_told_what_to_take_instead(workers):
-    texts = workers(2).run(meet_from_two_hosts)
+    texts = workers(2).run(set_up_from_two_hosts)
     assert texts[0] == texts[1]
     assert texts[0].startswith(
         "the GPUs are on hosts host0, host1, which one NVLink domain does not span: it needs GPUs"
@@ -69,7 +69,7 @@ def test_all_processes_are_told_what_to_take_instead(workers):
     assert "'deepep'" in texts[0]
 
 
-def meet_without_a_gpu():
+def set_up_without_a_gpu():
     with pytest.raises(ValueError) as caught:
         cuda_memory.CudaMemory(dist.group.WORLD, torch.device("cuda", dist.get_rank()), timeout=20)
     return str(caught.value)
@@ -77,12 +77,12 @@ def meet_without_a_gpu():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_processes_without_a_gpu_are_told_so(workers):
-    texts = workers(2).run(meet_without_a_gpu)
+    texts = workers(2).run(set_up_without_a_gpu)
     assert texts[0] == texts[1]
     assert texts[0].startswith("rank 0 cannot use its GPU cuda:0: this process sees 0 GPUs: it needs GPUs that address")
 
 
-def meet_where_one_cannot_map():
+def set_up_where_one_cannot_map():
     here = _Place("host", dist.get_rank(), (0, 1), None)
 
     class OneFails(cuda_memory.CudaMemory):
@@ -96,7 +96,7 @@ def meet_where_one_cannot_map():
 
 
 def test_a_process_that_cannot_map_the_others_stops_all_of_them(workers):
-    texts = workers(2).run(meet_where_one_cannot_map)
+    texts = workers(2).run(set_up_where_one_cannot_map)
     assert texts[0] == texts[1]
     assert texts[0].startswith("rank 1 cannot map the memory of the other GPUs: CUDA driver error: invalid device")
 

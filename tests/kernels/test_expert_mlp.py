@@ -77,7 +77,7 @@ def test_gradients_of_experts_without_rows_are_zeros():
         assert grad[3].any()
 
 
-def test_rows_of_nobody_give_zero_and_get_no_gradient():
+def test_padding_rows_give_zero_and_get_no_gradient():
     sizes = [2, 0, 3]
     clean = operands(sizes)
     dirty = [clean[0].detach(), clean[1], clean[2], clean[3].detach()]

@@ -1,4 +1,4 @@
-"""The grouped product equals a loop over the experts, forward and backward, and nothing leaks from rows of nobody."""
+"""The grouped product equals a loop over the experts, forward and backward, and nothing leaks from padding rows."""
 
 import math
 
@@ -43,7 +43,7 @@ def operands(sizes: list[int], tail: int = 0, dtype: torch.dtype = torch.float32
 
 
 def loop(x: Tensor, w: Tensor, grad: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Result and both gradients in fp64, expert by expert; zero for rows of nobody."""
+    """Result and both gradients in fp64, expert by expert; zero for padding rows."""
     x, w, grad = x.detach().double(), w.detach().double(), grad.double()
     y, grad_x, grad_w = grad.new_zeros(grad.shape), x.new_zeros(x.shape), w.new_zeros(w.shape)
     start = 0

@@ -38,7 +38,7 @@ def asked(x, w, inputs):
     return found
 
 
-def test_gradients_that_nobody_asked_for_are_told_apart(leaves):
+def test_input_and_weight_gradients_are_computed_only_where_they_are_needed(leaves):
     x, w = leaves
     assert asked(x, not_leaf(w), None) == [(True, True)]
     assert asked(x, not_leaf(w), [x, w]) == [(True, True)]

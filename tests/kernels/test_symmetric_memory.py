@@ -18,13 +18,13 @@ from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 
 
 @pytest.fixture(params=["words", "group"])
-def meeting(request):
-    """Where processes meet: at words of shared memory, or in the process group when nothing can be compiled."""
+def barrier(request):
+    """What the barrier is made of: words of shared memory, or the process group when nothing can be compiled."""
     return request.param
 
 
-def make(meeting="words", timeout=None):
-    reason = "no compiler" if meeting == "group" and dist.get_rank() == 0 else None
+def make(barrier="words", timeout=None):
+    reason = "no compiler" if barrier == "group" and dist.get_rank() == 0 else None
     with mock.patch.object(posix_memory, "unavailable_reason", return_value=reason):
         return PosixMemory(dist.group.WORLD, timeout)
 
@@ -39,12 +39,12 @@ def write_to_all(memory, turns=50):
         assert numbers == [(turn, -rank) for rank in range(memory.size)]
         found = region.peer(memory.rank, (memory.size, 64), torch.int64)
         assert torch.equal(found, (1000 * turn + torch.arange(memory.size))[:, None].expand(-1, 64))
-        memory.exchange()  # nobody writes the next before all have read this
+        memory.exchange()  # no process writes the next before all have read this
     return memory.rank
 
 
-def write_in_processes(meeting):
-    memory = make(meeting)
+def write_in_processes(barrier):
+    memory = make(barrier)
     rank = write_to_all(memory)
     memory.close()
     memory.close()
@@ -52,8 +52,8 @@ def write_in_processes(meeting):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_was_written_before_a_meeting_is_seen_after_it(workers, size, meeting):
-    assert workers(size).run(write_in_processes, meeting) == list(range(size))
+def test_what_was_written_before_a_barrier_is_seen_after_it(workers, size, barrier):
+    assert workers(size).run(write_in_processes, barrier) == list(range(size))
 
 
 def test_virtual_ranks_are_threads_that_behave_alike():
@@ -71,8 +71,8 @@ def test_a_virtual_rank_that_does_not_come_is_named():
         VirtualRanks(3, timeout=0.01).memory(1).exchange()
 
 
-def many_meetings(count):
-    """Meetings before which all numbers of that turn had arrived."""
+def many_barriers(count):
+    """Barriers after which all numbers of that exchange had arrived."""
     complete = 0
     memory = make()
     region = memory.allocate(4096)
@@ -86,8 +86,8 @@ def many_meetings(count):
     return complete
 
 
-def test_thousands_of_meetings_lose_nothing(workers):
-    assert workers(2).run(many_meetings, 3000) == [3000, 3000]
+def test_thousands_of_barriers_lose_nothing(workers):
+    assert workers(2).run(many_barriers, 3000) == [3000, 3000]
 
 
 def wait_alone(timeout):

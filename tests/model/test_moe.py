@@ -113,7 +113,7 @@ def test_the_router_learns_from_the_main_loss_alone():
     assert layer.router.weight.grad.abs().max() > 1e-3
 
 
-def test_rows_of_nobody_reach_neither_experts_nor_gradients():
+def test_padding_rows_reach_neither_experts_nor_gradients():
     """A backend may hand over more rows than it filled; their contents and weights are arbitrary."""
     experts = Experts(3, 4, 5)
     for parameter in experts.parameters():

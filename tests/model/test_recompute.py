@@ -117,7 +117,7 @@ def test_recompute_repeats_the_first_choice_when_the_scores_come_out_differently
     _, stats, grads = step(model)
     assert len(found) == 2
     assert torch.equal(found[0], found[1])
-    # The experts' gradients went to those that tokens with a label chose, and to nobody else.
+    # The experts' gradients went to those that tokens with a label chose, and to no others.
     counted = (batch()[2] != -100).flatten()
     idle = torch.bincount(found[0][counted].flatten(), minlength=24) == 0
     assert idle.any()

@@ -1,4 +1,4 @@
-"""Triton's grouped product, interpreted: it equals a loop over the experts, and nothing leaks from rows of nobody."""
+"""Triton's grouped product, interpreted: it equals a loop over the experts, and nothing leaks from padding rows."""
 
 import math
 import mmap
@@ -56,7 +56,7 @@ def operands(
 
 
 def loop(x: Tensor, w: Tensor, grad: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Result and both gradients in fp64, expert by expert; zero for rows of nobody."""
+    """Result and both gradients in fp64, expert by expert; zero for padding rows."""
     x, w, grad = x.double(), w.double(), grad.double()
     y, grad_x, grad_w = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(w)
     start = 0
@@ -194,7 +194,7 @@ def test_offsets_behind_the_last_row_count_as_the_end():
 
 
 def test_rows_far_behind_two_to_the_31_numbers_are_found():
-    """Memory that nobody touches costs nothing: 4.3 GB of it here."""
+    """Memory that is never touched costs nothing: 4.3 GB of it here."""
     stride = 2**30 + 8
     memory = mmap.mmap(-1, 6 * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | UNRESERVED)
     far = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, stride)[:, :16]
@@ -217,7 +217,7 @@ def test_rows_far_behind_two_to_the_31_numbers_are_found():
     torch.testing.assert_close(y.double(), x.double() @ x.double().T, atol=1e-4, rtol=2**-7)
 
 
-def test_only_rows_of_nobody_are_zeroed():
+def test_only_padding_rows_are_zeroed():
     y = torch.full((40, 30), math.nan)
     assert gpu.zero_tail_(y[:, :21], ends([2, 0, 9])) is not None
     expected = torch.full_like(y, math.nan)

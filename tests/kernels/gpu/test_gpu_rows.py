@@ -124,7 +124,7 @@ class Case:
 SHAPES = {
     "one_rank": (1, lambda r: 7, 4, 2, 16),
     "ranks_with_different_tokens": (3, lambda r: 5 * r, 6, 3, 20),
-    "nobody_has_tokens": (2, lambda r: 0, 4, 2, 8),
+    "no_tokens": (2, lambda r: 0, 4, 2, 8),
     "one_choice": (2, lambda r: 9, 2, 1, 5),
     "one_column": (2, lambda r: 3, 4, 2, 1),
     "wider_than_a_piece": (2, lambda r: 2 - r, 4, 2, 2050),
@@ -237,7 +237,7 @@ def test_windows_of_another_dtype_or_layout_are_refused():
 
 
 def test_rows_far_behind_two_to_the_31_numbers_are_found():
-    """Memory that nobody touches costs nothing: 4.3 GB of it here."""
+    """Memory that is never touched costs nothing: 4.3 GB of it here."""
     stride = 2**30 + 8
     memory = mmap.mmap(-1, 6 * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | UNRESERVED)
     rows = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, stride)[:, :8]

@@ -95,7 +95,7 @@ def test_leading_dimensions_are_kept_and_no_rows_are_taken():
 
 
 def test_rows_far_behind_two_to_the_31_numbers_are_found():
-    """Memory that nobody touches costs nothing: 4.3 GB of it here."""
+    """Memory that is never touched costs nothing: 4.3 GB of it here."""
     stride = 2**30 + 8
     memory = mmap.mmap(-1, 6 * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | UNRESERVED)
     far = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, stride)

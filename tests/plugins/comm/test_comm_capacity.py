@@ -65,7 +65,7 @@ def test_spill_takes_the_next_expert_with_room_and_no_expert_twice():
     plain = admit(crowded, weights, None, 150, EXPERTS, SIZE)
     assert spilled.keep_AK.all()
     assert load(tight) == [150, 150]
-    assert torch.equal(tight.keep_AK & plain.keep_AK, plain.keep_AK)  # nobody loses a place to a spilled route
+    assert torch.equal(tight.keep_AK & plain.keep_AK, plain.keep_AK)  # no route loses its place to a spilled route
     for admitted in (spilled, tight):
         for token in range(200):
             mine = admitted.expert_ids_AK[token][admitted.keep_AK[token]].tolist()

@@ -186,7 +186,7 @@ def test_only_what_is_wrong_is_called_wrong(workers):
 
 
 class SkipsABackward(AllToAllComm):
-    """A process that receives nothing gives back a fresh tensor: its backward does not meet that of the others."""
+    """A process that receives nothing gives back a fresh tensor: its backward exchanges nothing with the others."""
 
     def dispatch(self, x_TD, expert_ids_TK, weights_TK):
         sent = super().dispatch(x_TD, expert_ids_TK, weights_TK)

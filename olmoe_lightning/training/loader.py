@@ -12,7 +12,6 @@ from torch import nn
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint import sharded as directories
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import shortened
 from olmoe_lightning.checkpoint.full import (
     group_options,
     load_full_optimizer_state,
@@ -24,7 +23,7 @@ from olmoe_lightning.checkpoint.meta import KEY, MODEL, read_meta
 from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.checkpoint.rng import restore_random_state
 from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
-from olmoe_lightning.errors import UserError
+from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.training.experts import ExpertStrategy, is_expert
@@ -130,13 +129,13 @@ class LoadingStrategy(ExpertStrategy):
             raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(problems)}")
         if refusals:  # stages have different groups, and what one refuses all refuse
             raise UserError(refusals[0])
-        fragments, finish = state.model_to_read()
-        fragments = [part for part in fragments if part.name in there]
+        ranges, finish = state.model_to_read()
+        ranges = [part for part in ranges if part.name in there]
         entries: dict[nn.Parameter, dict[str, Any]] = {}
         if options is not None:
             more, entries = state.optimizer_to_read(there, meta["scalars"])
-            fragments += more
-        directories.load(directory, fragments, self._world_group())
+            ranges += more
+        directories.load(directory, ranges, self._world_group())
         finish()
         self._optimizer_state = None if options is None else self._numbered(entries, options)
         module = self.lightning_module

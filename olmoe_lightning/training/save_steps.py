@@ -14,7 +14,7 @@ from olmoe_lightning.checkpoint.manifest import write_json
 from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
 from olmoe_lightning.checkpoint.publish import publish
 from olmoe_lightning.checkpoint.ranges import OPTIMIZER
-from olmoe_lightning.checkpoint.sharded import Fragment, SafeReader
+from olmoe_lightning.checkpoint.sharded import Range, SafeReader
 
 MANIFEST = "manifest.json"
 """Of a checkpoint, beside its tensors."""
@@ -81,7 +81,7 @@ def gather(own: dict[str, Any], rank: int, size: int, group: dist.ProcessGroup |
     return found or []
 
 
-def is_optimizer_s(part: Fragment, own: dict[str, Any]) -> bool:
+def is_optimizer_s(part: Range, own: dict[str, Any]) -> bool:
     """Whether the optimizer, and nothing else, changes it: what is trained, and its state. A buffer may be anything."""
     return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in own["trained"]
 

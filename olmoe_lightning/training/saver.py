@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from olmoe_lightning.checkpoint import sharded as directories
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import shortened
 from olmoe_lightning.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
@@ -31,8 +30,8 @@ from olmoe_lightning.checkpoint.manifest import build_manifest
 from olmoe_lightning.checkpoint.meta import FORMAT, KEY
 from olmoe_lightning.checkpoint.publish import clean, remove, temporary_beside
 from olmoe_lightning.checkpoint.rng import capture_random_state
-from olmoe_lightning.checkpoint.sharded import Fragment
-from olmoe_lightning.errors import UserError
+from olmoe_lightning.checkpoint.sharded import Range
+from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.training.experts import is_expert
 from olmoe_lightning.training.loader import LoadingStrategy
 from olmoe_lightning.training.save_steps import (
@@ -132,13 +131,13 @@ class CheckpointStrategy(LoadingStrategy):
         self._settle()
         if self.async_save and self._is_fitting():
             self._raise_failed_saves()
-            fragments, own, rest = self._snapshot(checkpoint)
+            ranges, own, rest = self._snapshot(checkpoint)
             queue = self._save_queue()
-            queue.wait_for_room()
+            queue.reserve()
             try:
-                self._save_later(queue, Path(filepath), fragments, own, rest)
+                self._save_later(queue, Path(filepath), ranges, own, rest)
             except BaseException:
-                queue.give_room()
+                queue.release()
                 raise
             return
         if self._queue is not None:
@@ -149,20 +148,18 @@ class CheckpointStrategy(LoadingStrategy):
             self._report(error)
 
     def _save_later(
-        self, queue: SaveQueue, filepath: Path, fragments: list[Fragment], own: dict[str, Any], rest: dict[str, Any]
+        self, queue: SaveQueue, filepath: Path, ranges: list[Range], own: dict[str, Any], rest: dict[str, Any]
     ) -> None:
         """Copy what training goes on to change, and let the queue write it."""
         own["param_groups"], own["other"] = copy.deepcopy((own["param_groups"], own["other"]))
         rest = copy.deepcopy(rest) if self.is_global_zero else {}  # only rank 0 writes it
         # The optimizer changes its own at its next step, others may change at once.
-        sources = [part.values if is_optimizer_s(part, own) else part.values.clone() for part in fragments]
+        sources = [part.values if is_optimizer_s(part, own) else part.values.clone() for part in ranges]
         self._copy, values = self._buffers.start(sources)
         if self.async_save != "overlap" or self.sharded is None:
             self.finish_copy()
-        fragments = [
-            Fragment(part.name, part.size, part.start, value) for part, value in zip(fragments, values, strict=True)
-        ]
-        write = partial(self._write, filepath, fragments, own, rest, self._copy)
+        ranges = [Range(part.name, part.size, part.start, value) for part, value in zip(ranges, values, strict=True)]
+        write = partial(self._write, filepath, ranges, own, rest, self._copy)
         queue.add_save(write, str(filepath), partial(self._buffers.give_back, values))
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
@@ -184,10 +181,10 @@ class CheckpointStrategy(LoadingStrategy):
         state = self.lightning_module.trainer.state  # type: ignore[union-attr]
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
-    def _snapshot(self, checkpoint: dict[str, Any]) -> tuple[list[Fragment], dict[str, Any], dict[str, Any]]:
+    def _snapshot(self, checkpoint: dict[str, Any]) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
         """What is to be written: ranges of tensors, what rank 0 needs to know of this process, and Lightning's part."""
         state = self._training_state()
-        fragments = state.model_to_write()
+        ranges = state.model_to_write()
         own: dict[str, Any] = {
             "shapes": state.shapes(),
             "aliases": state.aliases,
@@ -201,7 +198,7 @@ class CheckpointStrategy(LoadingStrategy):
         }
         if "optimizer_states" in checkpoint and self.sharded is not None:
             more, own["scalars"], own["problems"] = state.optimizer_to_write()
-            fragments += more
+            ranges += more
             own["param_groups"] = named_groups(self.sharded)
             own["group_of"] = groups_of_parameters(self.sharded)
         checkpoint = checkpoint | {
@@ -210,7 +207,7 @@ class CheckpointStrategy(LoadingStrategy):
         }
         if self._manifest is None and self.is_global_zero:  # asks git and the data; once for all checkpoints of a run
             self._manifest = self._make_manifest()
-        return fragments, own, {"checkpoint": checkpoint, "manifest": self._manifest}
+        return ranges, own, {"checkpoint": checkpoint, "manifest": self._manifest}
 
     def _make_manifest(self) -> dict[str, Any]:
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
@@ -233,7 +230,7 @@ class CheckpointStrategy(LoadingStrategy):
     def _write(
         self,
         target: Path,
-        fragments: list[Fragment],
+        ranges: list[Range],
         own: dict[str, Any],
         rest: dict[str, Any],
         copy: Copy | None = None,
@@ -242,10 +239,10 @@ class CheckpointStrategy(LoadingStrategy):
 
         Args:
             target: the checkpoint's name.
-            fragments: what this process writes.
+            ranges: what this process writes.
             own: what rank 0 needs to know of this process.
             rest: Lightning's part, on rank 0.
-            copy: by which the fragments get their values, if it may still be going on.
+            copy: by which the ranges get their values, if it may still be going on.
 
         Raises:
             SaveError: it did not work, and the target is as it was.
@@ -257,7 +254,7 @@ class CheckpointStrategy(LoadingStrategy):
             if copy is not None:
                 copy.result()
             own["bad"] = sorted(
-                {part.name for part in fragments if is_optimizer_s(part, own) and not is_finite(part.values)}
+                {part.name for part in ranges if is_optimizer_s(part, own) and not is_finite(part.values)}
             )
         except Exception as error:  # the others are told: each save of theirs must meet the same one of this process
             own["failed"] = f"rank {rank}: {type(error).__name__}: {error}"
@@ -265,7 +262,7 @@ class CheckpointStrategy(LoadingStrategy):
         temporary = Path(share(target, partial(self._begin, target, everyone), rank, group))
         try:
             try:
-                directories.save(temporary, fragments, group)
+                directories.save(temporary, ranges, group)
             except directories.WriteError as error:
                 raise SaveError(f"no checkpoint was written to {target}: {error}") from error
             share(target, partial(publish_parts, temporary, target, everyone, rest), rank, group)

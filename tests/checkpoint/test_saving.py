@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
-from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
+from olmoe_lightning.checkpoint.sharded import Range, index_of, load
 from olmoe_lightning.training.saver import SaveError
 
 CONFIG = ModelConfig(
@@ -109,7 +109,7 @@ def names(folder):
 def everything(path):
     """Each tensor of a checkpoint, scalars of the optimizer, and Lightning's part."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index_of(path).items()}
-    load(path, [Fragment(name, value.numel(), 0, value) for name, value in tensors.items()])
+    load(path, [Range(name, value.numel(), 0, value) for name, value in tensors.items()])
     meta = read_meta(path)
     rest = {name: meta[name] for name in ("epoch", "global_step", "loops", "callbacks", "lr_schedulers")}
     return tensors, {name: meta[KEY][name] for name in ("scalars", "param_groups", "random")}, rest

@@ -124,12 +124,14 @@ def measure_libraries(args: argparse.Namespace, options: dict[str, Any], progres
                 }
         progress(f"{args.rounds} rounds of building")
         built = team.ask("build", rounds=args.rounds)
-        for way in built[0]["seconds"]:
-            seconds_of = slowest([rank["seconds"] for rank in built], way)
-            results[f"build, {way}"] = {
-                "seconds": summarize(seconds_of).to_dict(),
-                "memory_over_own": max(rank["memory"][way] / rank["own"] for rank in built),
-            }
+    for way in built[0]:
+        with ExitStack() as stack:
+            progress(f"memory of building, {way}")
+            reserved = Team(PROCESSES, args.threads, stack, "checkpoint", **options).ask("build_memory", way=way)
+        results[f"build, {way}"] = {
+            "seconds": summarize(slowest(built, way)).to_dict(),
+            "memory_over_own": max(rank["peak"] / rank["own"] for rank in reserved),
+        }
     with ExitStack() as stack:
         progress(f"{args.rounds} rounds of conversions")
         (found,) = Team(1, args.threads, stack, "conversion", **options).ask("measure", rounds=args.rounds)

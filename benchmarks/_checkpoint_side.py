@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from _memory import peak_growth
 from _overhead import random_data, silent_trainer
 from _timing import turn_order
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.checkpoint import sharded
+from olmoe_lightning.checkpoint.chunks import ChunkWriter
+from olmoe_lightning.checkpoint.sharded import SafeReader
 from olmoe_lightning.kernels import keep_freed_memory
+from olmoe_lightning.model import Transformer
 
 STEPS = 2
 """Before the first save: the moments are there, and no step is the first one."""
 ROWS = 16
 """Sequences of a process' step, of 32 tokens: long enough to copy meanwhile, far shorter than real steps."""
 WAYS = ("plain", "sync", "async", "overlap")
+WRITERS: dict[str, Callable[[Path], FileSystemWriter]] = {
+    "sync": ChunkWriter,
+    "torch_1_thread": FileSystemWriter,
+    "torch_2_threads": partial(FileSystemWriter, thread_count=2),
+    "torch_file_per_range": partial(FileSystemWriter, single_file_per_rank=False),
+}
+"""Ways of a synchronous save: our writer of chunks, and that of ``torch.distributed.checkpoint`` in its place."""
+READERS: dict[str, Any] = {"resume": SafeReader.read_data, "torch_resume": FileSystemReader.read_data}
+"""Ways to load: our reader of chunks, and torch's."""
 
 Seconds = dict[str, list[float]]
 
@@ -52,8 +67,8 @@ class CheckpointSide:
         self._folder, self._processes = Path(folder), processes
         self._trained = self._folder / trained
 
-    def save(self, rounds: int, bf16: bool = False) -> dict[str, Any]:
-        """Time saves, one untimed before.
+    def save(self, rounds: int, bf16: bool = False, ways: tuple[str, ...] = WAYS) -> dict[str, Any]:
+        """Time saves, one untimed before, in each of some ways: :data:`WAYS` and :data:`WRITERS`.
 
         Returns:
             ``seconds``: of each round until all processes are done, ``plain`` for ``torch.save`` and ``fsync`` of the
@@ -64,17 +79,17 @@ class CheckpointSide:
         """
         keep_freed_memory()  # as `fit` does
         found: dict[str, Any] = {}
-        saves = _Rounds(lambda trainer: self._save_rounds(trainer, rounds, found))
-        self._fit(saves, bf16=bf16, steps=_steps(rounds))
+        saves = _Rounds(lambda trainer: self._save_rounds(trainer, rounds, found, list(ways)))
+        self._fit(saves, bf16=bf16, steps=_steps(rounds, len(ways)))
         found["parameters"] = self._config.num_params
         return found
 
-    def load(self, rounds: int) -> Seconds:
+    def load(self, rounds: int, saved_in_ways: int = len(WAYS), ways: tuple[str, ...] = ("resume",)) -> Seconds:
         """Time resuming from what :meth:`save` has left in as many rounds, and ``torch.load`` of the same bytes."""
         keep_freed_memory()
-        seconds: Seconds = {"plain": [], "resume": []}
+        seconds: Seconds = {"plain": [], **{way: [] for way in ways}}
         for index in range(-1, rounds):
-            for way in turn_order(["plain", "resume"], max(index, 0)):
+            for way in turn_order(list(seconds), max(index, 0)):
                 if way == "plain":
                     dist.barrier()
                     start = time.perf_counter()
@@ -82,17 +97,20 @@ class CheckpointSide:
                     dist.barrier()
                     spent = time.perf_counter() - start
                 else:
-                    spent = self._fit(ckpt_path=str(self._trained), steps=_steps(rounds)).seconds
+                    with patch.object(SafeReader, "read_data", READERS[way]):
+                        spent = self._fit(ckpt_path=str(self._trained), steps=_steps(rounds, saved_in_ways)).seconds
                 if index >= 0:
                     seconds[way].append(spent)
                 gc.collect()
         return seconds
 
-    def memory(self) -> dict[str, Any]:
+    def memory(
+        self, saves: tuple[str, ...] = ("sync", "async"), loads: tuple[str, ...] = ("resume",)
+    ) -> dict[str, Any]:
         """Peak growth of this process' own memory (RssAnon) in bytes, of each kind of save and of a load.
 
         Returns:
-            ``sync``, ``async``, ``load``. ``shard``: bytes that this process writes. ``bucket``: bytes of one.
+            Each of ``saves`` and ``loads``. ``shard``: bytes that this process writes. ``bucket``: bytes of one.
         """
         found: dict[str, Any] = {}
 
@@ -100,25 +118,50 @@ class CheckpointSide:
             strategy: Any = trainer.strategy
             found["shard"] = sum(value.nbytes for value in _own_tensors(strategy).values())
             found["bucket"] = int(strategy.bucket_megabytes * 2**20)
-            for way in ("sync", "async"):
+            for way in saves:
                 strategy.async_save = way == "async"
-                with _peak_growth() as growth:
+                if trainer.is_global_zero:
+                    shutil.rmtree(self._trained, ignore_errors=True)
+                dist.barrier()
+                with peak_growth() as growth, _written_by(way):
                     trainer.save_checkpoint(self._trained)
                     strategy.finish_saves()
                 found[way] = growth["peak"]
             yield
 
         self._fit(_Rounds(look))
-        found["load"] = self._fit(ckpt_path=str(self._trained), watched=True).growth
+        for way in loads:
+            with patch.object(SafeReader, "read_data", READERS[way]):
+                found[way] = self._fit(ckpt_path=str(self._trained), watched=True).growth
         return found
 
-    def _save_rounds(self, trainer: Trainer, rounds: int, found: dict[str, Any]) -> Iterator[None]:
+    def build(self, rounds: int) -> Seconds:
+        """Seconds of building the network, in each of :data:`BUILDERS`, one untimed before."""
+        seconds: Seconds = {way: [] for way in BUILDERS}
+        for index in range(-1, rounds):
+            for way in turn_order(list(BUILDERS), max(index, 0)):
+                spent = self._build(way).seconds
+                if index >= 0:
+                    seconds[way].append(spent)
+        return seconds
+
+    def build_memory(self, way: str) -> dict[str, int]:
+        """Bytes that are reserved while the network is built; in a process that has not freed any before."""
+        built = self._build(way)
+        return {"peak": built.growth, "own": sum(value.nbytes for value in built.parameters())}
+
+    def _build(self, way: str) -> _Built:
+        module = BUILDERS[way](self._config, schedule_steps=100)
+        self._fit(module=module, steps=1)
+        return module
+
+    def _save_rounds(self, trainer: Trainer, rounds: int, found: dict[str, Any], ways: list[str]) -> Iterator[None]:
         """One save after each training step, as they come in training: the optimizer has just written everything."""
         strategy: Any = trainer.strategy
         tensors = {name: value.clone() for name, value in _own_tensors(strategy).items()}  # not their whole bucket
-        seconds: Seconds = {"plain": [], "sync": [], "async": [], "async_all": [], "overlap": []}
+        seconds: Seconds = {way: [] for way in (*ways, "async_all")}
         for index in range(-1, rounds):
-            for way in turn_order(list(WAYS), max(index, 0)):
+            for way in turn_order(ways, max(index, 0)):
                 if way == "plain":
                     for name, value in _own_tensors(strategy).items():
                         tensors[name].copy_(value)
@@ -136,7 +179,8 @@ class CheckpointSide:
                         os.fsync(file.fileno())
                     dist.barrier()
                 else:
-                    trainer.save_checkpoint(self._trained)
+                    with _written_by(way):
+                        trainer.save_checkpoint(self._trained)
                 spent = {way: time.perf_counter() - start}
                 if way == "async":
                     strategy.finish_saves()
@@ -167,12 +211,13 @@ class CheckpointSide:
         bf16: bool = False,
         watched: bool = False,
         steps: int = STEPS,
+        module: OLMoE | None = None,
     ) -> _Timed:
         strategy = _Timed(expert_parallel_size=self._processes, async_save=True)
         strategy.watched = watched
         trainer = silent_trainer(strategy, self._processes, steps, str(self._folder), *callbacks, bf16=bf16)
         data = random_data(str(self._folder), steps, ROWS, 32, self._processes)
-        trainer.fit(OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
+        trainer.fit(module or OLMoE(self._config, schedule_steps=100), data, ckpt_path=ckpt_path)
         return strategy
 
 
@@ -217,7 +262,7 @@ class _Timed(MoEStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._watch = contextlib.ExitStack()
-        self._growth = self._watch.enter_context(_peak_growth()) if self.watched else {"peak": 0}
+        self._growth = self._watch.enter_context(peak_growth()) if self.watched else {"peak": 0}
         dist.barrier()
         self._start = time.perf_counter()
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -231,9 +276,47 @@ class _Timed(MoEStrategy):
         self.growth = self._growth["peak"]
 
 
-def _steps(rounds: int) -> int:
+class _Built(OLMoE):
+    """Says how long it takes to build the network, and how much memory is reserved meanwhile at most."""
+
+    seconds = 0.0
+    growth = 0
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is None:
+            with peak_growth("VmData") as growth:
+                start = time.perf_counter()
+                self._build()
+                self.seconds = time.perf_counter() - start
+            self.growth = growth["peak"]
+
+    def _build(self) -> None:
+        self.built()
+
+
+class _BuiltWhole(_Built):
+    """The same with Lightning's ``trainer.init_module(empty_init=True)``: all of it on the device at once."""
+
+    @override
+    def _build(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.tensor_init_context(empty_init=True):
+            self.model = Transformer(self.config)
+        self.model.init_weights(self.init_seed, strategy.place_experts(self.model))
+
+
+BUILDERS: dict[str, type[_Built]] = {"ours": _Built, "tensor_init_context": _BuiltWhole}
+
+
+def _steps(rounds: int, ways: int) -> int:
     """Training steps of a run that saves in so many rounds and an untimed one, after each step in another way."""
-    return STEPS + len(WAYS) * (rounds + 1)
+    return STEPS + ways * (rounds + 1)
+
+
+def _written_by(way: str) -> Any:
+    """While it lasts, chunks are written by this one of :data:`WRITERS`; background saves by ours."""
+    return patch.object(sharded, "ChunkWriter", WRITERS.get(way, ChunkWriter))
 
 
 def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:
@@ -241,33 +324,3 @@ def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:
     state = strategy.training_state()
     parts = state.model_to_write() + state.optimizer_to_write()[0]
     return {f"{part.name}:{part.start}": part.values.detach() for part in parts}
-
-
-@contextlib.contextmanager
-def _peak_growth() -> Iterator[dict[str, int]]:
-    """Samples RssAnon every 2 ms; what was freed before is given back first, or it would hide what is taken."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    before = _own_memory()
-    found, done = {"peak": 0}, threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            found["peak"] = max(found["peak"], _own_memory() - before)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-
-
-def _own_memory() -> int:
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-    except OSError:
-        return 0

@@ -25,6 +25,7 @@ SIDES = {
     "trainer": ("_overhead", "TrainerSide"),
     "parallel": ("_parallel_side", "ParallelSide"),
     "checkpoint": ("_checkpoint_side", "CheckpointSide"),
+    "conversion": ("_conversion_side", "ConversionSide"),
     "rowwise": ("_rowwise_side", "RowwiseSide"),
 }
 """Kind of worker: module and class that it holds. Each method of the class is a command."""

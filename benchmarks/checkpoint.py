@@ -4,6 +4,7 @@ Prints a table and, last, one line of JSON. What the numbers mean is in ``docs/c
 
     python benchmarks/checkpoint.py                  # some minutes
     python benchmarks/checkpoint.py --folder /data   # on the disk that matters
+    python benchmarks/checkpoint.py --part libraries # what libraries do the same with, in the places of our parts
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         SystemExit: it is wrong; the message has the numbers.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--part", choices=("own", "libraries"), default="own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
@@ -93,6 +95,55 @@ def measure_speed(team: Team, args: argparse.Namespace, progress: Progress) -> d
     }
 
 
+LIBRARY_WRITERS = ("sync", "torch_1_thread", "torch_2_threads", "torch_file_per_range")
+LIBRARY_READERS = ("resume", "torch_resume")
+
+
+def measure_libraries(args: argparse.Namespace, options: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Saves, loads, conversions and building, with our parts and with those of libraries in their places."""
+    results: dict[str, Any] = {}
+    ways = ("plain", *LIBRARY_WRITERS)
+    with ExitStack() as stack:
+        progress("memory of saves and loads")
+        team = Team(PROCESSES, args.threads, stack, "checkpoint", **options)
+        memory = team.ask("memory", saves=LIBRARY_WRITERS, loads=LIBRARY_READERS)
+    with ExitStack() as stack:
+        team = Team(PROCESSES, args.threads, stack, "checkpoint", **options)
+        progress(f"{args.rounds} rounds of saves")
+        by_rank = [rank["seconds"] for rank in team.ask("save", rounds=args.rounds, ways=ways)]
+        saves = {way: slowest(by_rank, way) for way in ways}
+        progress(f"{args.rounds} rounds of loads")
+        loads = team.ask("load", rounds=args.rounds, saved_in_ways=len(ways), ways=LIBRARY_READERS)
+        read = {way: slowest(loads, way) for way in ("plain", *LIBRARY_READERS)}
+        for seconds in (saves, read):
+            for way in [way for way in seconds if way != "plain"]:
+                results[way] = {
+                    "seconds": summarize(seconds[way]).to_dict(),
+                    "bandwidth_over_plain": paired_ratios(seconds["plain"], seconds[way]).to_dict(),
+                    "memory_over_limit": max(found[way] / (found["shard"] + found["bucket"]) for found in memory),
+                }
+        progress(f"{args.rounds} rounds of building")
+        built = team.ask("build", rounds=args.rounds)
+    for way in built[0]:
+        with ExitStack() as stack:
+            progress(f"memory of building, {way}")
+            reserved = Team(PROCESSES, args.threads, stack, "checkpoint", **options).ask("build_memory", way=way)
+        results[f"build, {way}"] = {
+            "seconds": summarize(slowest(built, way)).to_dict(),
+            "memory_over_own": max(rank["peak"] / rank["own"] for rank in reserved),
+        }
+    with ExitStack() as stack:
+        progress(f"{args.rounds} rounds of conversions")
+        (found,) = Team(1, args.threads, stack, "conversion", **options).ask("measure", rounds=args.rounds)
+        for way, times in found["seconds"].items():
+            results[f"convert, {way}"] = {
+                "seconds": summarize(times).to_dict(),
+                "over_ours": paired_ratios(times, found["seconds"]["ours"]).to_dict(),
+                "memory_over_weights": found["memory"][way] / found["bytes"],
+            }
+    return results
+
+
 def _disk(saved: dict[str, Any]) -> dict[str, float]:
     expected = 12 * saved["parameters"]
     return {
@@ -105,16 +156,39 @@ def _disk(saved: dict[str, Any]) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """Everything that was measured."""
-    machine, load, speed = results["machine"], results["load"], results["speed"]
-    lines = [
+    machine, load = results["machine"], results["load"]
+    heading = [
         f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, torch {machine['torch']}, "
         f"lightning {machine['lightning']}",
-        f"{speed['on_disk']['fp32']['parameters'] / 1e6:.1f} million parameters, {speed['bytes'] / 1e6:.0f} MB of "
-        f"tensors, {PROCESSES} processes, EP={PROCESSES}, {results['settings']['rounds']} rounds",
+        f"{results['parameters'] / 1e6:.1f} million parameters, {PROCESSES} processes, EP={PROCESSES}, "
+        f"{results['settings']['rounds']} rounds",
         f"load average {load['average_before']} before, {load['average_after']} after",
     ]
     if load["warning"]:
-        lines.append(f"WARNING: {load['warning']}")
+        heading.append(f"WARNING: {load['warning']}")
+    lines = _library_lines(results["libraries"]) if "libraries" in results else _own_lines(results)
+    end = f"median [quartiles] over the rounds; {results['seconds']:.0f} s in all"
+    return "\n".join([*heading, *lines, "", end, ""])
+
+
+def _library_lines(libraries: dict[str, Any]) -> list[str]:
+    rows = [("", "s", "relative", "memory")]
+    for way, found in libraries.items():
+        relative = found.get("bandwidth_over_plain") or found.get("over_ours")
+        memory = next(value for name, value in found.items() if name.startswith("memory"))
+        rows.append((way, spread(found["seconds"], 2), spread(relative, 2) if relative else "", f"{memory:.2f}"))
+    return [
+        "",
+        "Relative: bandwidth over plain torch.save and torch.load (goal >= 0.7); time of a conversion over ours",
+        "Memory: over own shard and one bucket (goal <= 1); of a conversion over the weights; of building, what is",
+        "reserved over the own parameters",
+        *aligned(rows),
+    ]
+
+
+def _own_lines(results: dict[str, Any]) -> list[str]:
+    """Saves and loads as they are."""
+    speed, lines = results["speed"], []
     rows = [("", "MB/s", "MB/s of torch.save, torch.load", "ratio", "goal")]
     for way in ("save", "load"):
         rows.append(
@@ -147,7 +221,7 @@ def table(results: dict[str, Any]) -> str:
     lines += ["", "On disk", *aligned(rows)]
     rows = [("rank", "", "MB more than before", "own shard MB", "one bucket MB", "over their sum", "goal")]
     for rank, found in enumerate(results["memory"]):
-        for way in ("sync", "async", "load"):
+        for way in ("sync", "async", "resume"):
             limit = found["shard"] + found["bucket"]
             rows.append(
                 (
@@ -161,7 +235,7 @@ def table(results: dict[str, Any]) -> str:
                 )
             )
     lines += ["", "Peak of the memory that a process has of its own", *aligned(rows)]
-    return "\n".join([*lines, "", f"median [quartiles] over the rounds; {results['seconds']:.0f} s in all", ""])
+    return lines
 
 
 def _ms(seconds: dict[str, Any]) -> str:
@@ -175,6 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
     def measure(results: dict[str, Any], progress: Progress) -> None:
         with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint-benchmark-") as folder:
             options = {"config": model_config(args).to_dict(), "folder": folder}
+            results["parameters"] = model_config(args).num_params
+            if args.part == "libraries":
+                results["libraries"] = measure_libraries(args, options, progress)
+                return
             with ExitStack() as stack:
                 progress("memory of saves and loads")
                 results["memory"] = Team(PROCESSES, args.threads, stack, "checkpoint", **options).ask("memory")

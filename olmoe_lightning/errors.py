@@ -5,6 +5,8 @@ They are also of Python's own kinds, so that ``except ValueError`` and ``except 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """An argument, option, file or combination of them that cannot be used; the message has the numbers and the way."""
@@ -23,4 +25,15 @@ class ExistingFileError(UserError, FileExistsError):
 
 
 class DiskSpaceError(UserError, OSError):
-    """There is not enough room on the disk."""
+    """The disk is too full."""
+
+
+def shortened(items: Sequence[str], limit: int = 20, separator: str = ", ") -> str:
+    """The first items on one line, and how many more there are."""
+    rest = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + rest
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, or its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,18 +14,20 @@ TOP_ROOMS = ("plugins", "callbacks")  # at the top of the repository, installed 
 
 # Room -> rooms of the project that it may import besides itself. Every file and folder of the package is a room and has
 # to be listed. `public` is what the package exports.
-LEAVES = {"errors", "_torch", "_lightning"}
+LEAVES = {"errors", "files", "progress", "_torch", "_lightning"}
 EVERYTHING_BELOW = {"checkpoint", "config", "data", "kernels", "model", "parallel", "plugins", "training", *LEAVES}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "progress": set(),
     "_torch": set(),
     "_lightning": set(),
     "config": {"errors"},
     "kernels": {"_torch"},
     "parallel": {"errors", "_torch"},
     "model": {"kernels", "config", "errors", "_torch"},
-    "data": {"config", "errors", "_lightning"},
-    "checkpoint": {"config", "model", "parallel", "errors", "_torch"},
+    "data": {"config", "errors", "files", "progress", "_lightning"},
+    "checkpoint": {"config", "model", "parallel", "errors", "files", "progress", "_torch"},
     "plugins": {"kernels", "parallel", *LEAVES},
     "training": EVERYTHING_BELOW - {"training"},
     "strategy": EVERYTHING_BELOW,
@@ -39,6 +41,8 @@ ALLOWED: dict[str, set[str]] = {
 # Room -> the only third-party packages that it may import; a room that is not listed may import what is installed.
 THIRD_PARTY: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "progress": {"tqdm"},
     "_torch": {"torch"},
     "_lightning": {"lightning"},
     "config": set(),

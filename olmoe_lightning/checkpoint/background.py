@@ -1,27 +1,37 @@
-"""Saves in the background: work that is done one after another, and the memory in which tensors wait for it."""
+"""Saves in the background: a queue of jobs, and host memory for the copies of tensors that they write."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class _Job:
+    work: Callable[[], None]
+    name: str
+    """For the traceback of an error."""
+    cleanup: Callable[[], None] | None
+    """Called after the work, also if it fails."""
+
+
 class SaveQueue:
-    """A thread of its own for saving and removing checkpoints. All processes add the same work in the same order.
+    """A thread of its own for saving and removing checkpoints. All processes add the same jobs in the same order.
 
     Args:
-        room: saves that may be under way at once, the one that is written and those that wait; each holds a copy.
+        capacity: saves that may be under way at once, the one that is written and those that wait; each holds a copy.
     """
 
-    def __init__(self, room: int = 2) -> None:
-        self._room = threading.Semaphore(room)
+    def __init__(self, capacity: int = 2) -> None:
+        self._capacity = threading.Semaphore(capacity)
         self.saving: list[str] = []
         """Names of the saves that are under way."""
-        self._jobs: queue.Queue[tuple[Callable[[], None], str, Callable[[], None] | None] | None] = queue.Queue()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._failed: list[tuple[int, BaseException]] = []
         self._added = 0
         self._reported = 0
@@ -36,35 +46,35 @@ class SaveQueue:
         """Whether there are jobs that :meth:`report` has not been asked about; the same on all processes."""
         return self._added > self._reported
 
-    def add(self, job: Callable[[], None], name: str, finally_: Callable[[], None] | None = None) -> None:
-        """Do it when everything before it is done.
+    def add(self, work: Callable[[], None], name: str, cleanup: Callable[[], None] | None = None) -> None:
+        """Do some work when everything before it is done.
 
         Args:
-            job: what to do.
-            name: for the traceback of an error.
-            finally_: called after it, also if it fails.
+            work: what to do.
+            name: of it, for the traceback of an error.
+            cleanup: called after it, also if it fails.
         """
         self._added += 1
-        self._jobs.put((job, name, finally_))
+        self._jobs.put(_Job(work, name, cleanup))
 
-    def wait_for_room(self) -> None:
-        """Return when one more save may be added; to be called before its copy is made."""
-        self._room.acquire()
+    def reserve(self) -> None:
+        """Wait until there is capacity for one more save, and take it; to be called before its copy is made."""
+        self._capacity.acquire()
 
-    def give_room(self) -> None:
-        """Take :meth:`wait_for_room` back: the save could not be added."""
-        self._room.release()
+    def release(self) -> None:
+        """Give back what :meth:`reserve` took: the save could not be added."""
+        self._capacity.release()
 
-    def add_save(self, job: Callable[[], None], name: str, finally_: Callable[[], None]) -> None:
-        """Add a save for which :meth:`wait_for_room` has been called; ``finally_`` is called after it in any case."""
+    def add_save(self, work: Callable[[], None], name: str, cleanup: Callable[[], None]) -> None:
+        """Add a save for which :meth:`reserve` has been called; ``cleanup`` is called after it in any case."""
 
         def ended() -> None:
-            finally_()
+            cleanup()
             self.saving.remove(name)
-            self._room.release()
+            self.release()
 
         self.saving.append(name)
-        self.add(job, f"saving {name}", ended)
+        self.add(work, f"saving {name}", ended)
 
     def drain(self) -> None:
         """Return when nothing is left to do."""
@@ -77,27 +87,26 @@ class SaveQueue:
         del self._failed[: len(found)]
         return found
 
-    def close(self, patience: float | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """End the thread when all is done.
 
         Args:
-            patience: seconds to wait for it; ``None``: as long as it takes.
+            timeout: seconds to wait for it; ``None``: as long as it takes.
         """
         self._jobs.put(None)
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, name, finally_ = job
             try:
-                work()
+                job.work()
             except BaseException as error:  # torch has some that are no Exception; the thread must go on
-                error.add_note(f"while {name}")
+                error.add_note(f"while {job.name}")
                 self._failed.append((self.ended, error))
             finally:
-                if finally_ is not None:
-                    finally_()
-                del job, work, finally_  # they hold tensors; the next job may be long in coming
+                if job.cleanup is not None:
+                    job.cleanup()
+                del job  # it holds tensors; the next one may be long in coming
                 self.ended += 1
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -115,7 +124,7 @@ class Copy:
         self._values = values
         self._error: BaseException | None = None
         device = next((source.device for source in sources if source.is_cuda), None)
-        # A thread has a stream of its own choice: it must come after what made the values.
+        # The copying thread's current stream may be another one: it first waits for what made the values.
         self._made = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._thread = threading.Thread(target=self._run, args=(sources,), name="copy of a checkpoint", daemon=True)
         self._thread.start()

@@ -1,8 +1,8 @@
-"""One stored range of a flattened tensor: the archive that ``torch.save`` would make, written and read without a copy.
+"""A chunk, a stored range of a flattened tensor: the archive of ``torch.save``, written and read without a copy.
 
 ``torch.save`` takes a copy of a view before it writes it, and ``torch.load`` makes a tensor of everything that is
-stored, also where a part is wanted that has its place already. What is written here any ``torch.load`` reads, and what
-``torch.save`` wrote is read here.
+stored, also where a range of it is wanted that has its place already. What is written here any ``torch.load`` reads,
+and what ``torch.save`` wrote is read here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from olmoe_lightning._torch import rebuild_tensor, storage_info
 
-_PIECE = 4 << 20
+_BLOCK = 4 << 20
 """Bytes that are written at once; the disk begins with them while the next are prepared."""
 _HEADER = struct.Struct("<4s5H3I2H")
 """Of a file in an archive."""
@@ -52,6 +52,8 @@ _STORAGES = {
 
 class ChunkWriter(FileSystemWriter):
     """Writes the ranges of a process one after the other to one file; each is asked for when it is its turn.
+
+    Torch's own keeps all that it has written until the end of a file: what conversions stream would be in memory whole.
 
     Args:
         path: the directory.
@@ -101,8 +103,8 @@ def write_chunk(file: io.FileIO, values: Tensor) -> None:
         record = zipfile.ZipInfo("archive/data/0")
         record.file_size = len(data)
         with archive.open(record, "w") as stream:
-            for start in range(0, len(data), _PIECE):
-                stream.write(data[start : start + _PIECE])
+            for start in range(0, len(data), _BLOCK):
+                stream.write(data[start : start + _BLOCK])
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
     file.seek(section.end)
 
@@ -136,16 +138,16 @@ def _pickled(values: Tensor) -> bytes:
 def read_chunk(
     file: io.FileIO, offset: int, length: int, elements: int, dtype: torch.dtype, first: int, target: Tensor
 ) -> bool:
-    """Read a part of a stored range straight into its place.
+    """Read a range of a chunk straight into its place.
 
     Args:
         file: open, without a buffer.
         offset: where the archive begins.
         length: its bytes.
-        elements: of the stored range.
+        elements: of the chunk.
         dtype: of them.
         first: of those that are wanted.
-        target: gets as many as it has room for, flat.
+        target: flat; as many elements are read as it has.
 
     Returns:
         Whether it was done. What lies otherwise than ``torch.save`` puts it is for ``torch.load``.
@@ -265,7 +267,7 @@ class _Section(io.RawIOBase):
         self._file.seek(begin)
         while len(view):
             view = view[self._file.write(view) :]
-        if size >= _PIECE:
+        if size >= _BLOCK:
             _begin_writing(self._file, begin, size)
         self._at += size
         self._length = max(self._length, self._at)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from olmoe_lightning.config import PRESETS, ModelConfig
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.files import write_atomically
 from olmoe_lightning.parallel import Mesh
 
 FORMAT = 1
@@ -111,7 +110,7 @@ def nearest_preset(config: ModelConfig) -> tuple[str, dict[str, tuple[Any, Any]]
 
 
 def describe_topology(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """Who did what: sizes of the mesh, the pipeline's cut, how tokens travelled.
+    """How the work was shared: sizes of the mesh, the pipeline's cut, how tokens travelled.
 
     The keys are always the same; what the strategy does not have is ``None``. ``stage_layers`` is the number of layers
     of each stage, as ``MoEStrategy(pipeline_split=...)`` takes it.
@@ -339,17 +338,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write through a temporary file in the same directory; on failure the old file stays and no temporary one does."""
+    """Write plain values; on failure the old file stays."""
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a manifest is for everyone who may read the logs
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with write_atomically(path) as file:
+        file.write(text.encode())

@@ -25,7 +25,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import sync_directory
+from olmoe_lightning.files import sync
 
 _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d{1,7})-(?P<start>\d{1,19})\.[0-9a-f]{8}\.(?P<kind>tmp|old)"
@@ -33,7 +33,7 @@ _HIDDEN = re.compile(
 _FOREIGN_SECONDS = 24 * 3600
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2 of Linux; RENAME_SWAP of macOS' renamex_np has the same value
-# EPERM is what a container's filter of system calls answers. If it was about permissions, plain renaming meets it too.
+# EPERM is what a container's filter of system calls answers. If it was about permissions, plain renaming fails too.
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 
@@ -44,7 +44,7 @@ def temporary_beside(target: Path) -> Path:
         target: the name to publish under; it need not exist.
 
     Returns:
-        The directory. No pattern finds it that does not begin with a dot.
+        The directory. Globs that do not begin with a dot do not find it.
 
     Raises:
         OSError: it cannot be made.
@@ -52,7 +52,7 @@ def temporary_beside(target: Path) -> Path:
     new = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in new:
-        _sync(folder.parent)
+        sync(folder.parent)
     temporary = _hidden(target, "tmp")
     temporary.mkdir()
     return temporary
@@ -69,10 +69,10 @@ def make_durable(path: Path) -> None:
     for folder, _, files in os.walk(path, topdown=False, onerror=_raise):
         for file in (Path(folder, name) for name in files):
             if stat.S_ISREG(file.lstat().st_mode):
-                _sync(file)
-        _sync(Path(folder))
+                sync(file)
+        sync(Path(folder))
     if not path.is_dir():
-        _sync(path)
+        sync(path)
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -98,7 +98,7 @@ def publish(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
     elif not _exchange(temporary, target):
         _exchange_in_three_steps(temporary, target)
-    _sync(target.parent)  # before the old one goes: else its name could come back without its files
+    sync(target.parent)  # before the old one goes: else its name could come back without its files
     try:
         _delete(temporary)  # now the name of the old one, if there was one
     except OSError as error:
@@ -118,16 +118,16 @@ def remove(path: Path) -> None:
         os.rename(path, hidden)
     except FileNotFoundError:
         return
-    _sync(path.parent)
+    sync(path.parent)
     _delete(hidden)
 
 
 def clean(directory: Path) -> list[Path]:
     """Removes what killed saves have left in a folder, and gives an old checkpoint its name back if nothing has it.
 
-    Left over is what a process of this host made that has ended. A process of another host cannot be asked: what it
-    made must not have changed for a day. Only an old checkpoint whose name is free does not wait: if its process should
-    be alive after all, that one's save fails and loses nothing. All other files are left alone.
+    Left over is what a process of this host made that has ended. A process of another host cannot be looked up: what
+    it made must not have changed for a day. Only an old checkpoint whose name is free does not wait: if its process
+    should be alive after all, that one's save fails and loses nothing. All other files are left alone.
 
     Args:
         directory: the folder of the checkpoints; a missing one has nothing to clean.
@@ -159,11 +159,11 @@ def clean(directory: Path) -> list[Path]:
             if match["kind"] == "old":
                 with suppress(FileNotFoundError):
                     os.rename(path, remains)
-                _sync(directory)
+                sync(directory)
             _delete(remains)
             removed.append(path)
     if restored:
-        _sync(directory)
+        sync(directory)
     return removed
 
 
@@ -194,7 +194,7 @@ def _exchange_in_three_steps(temporary: Path, target: Path) -> None:
         if os.path.lexists(old) and not os.path.lexists(target):
             os.rename(old, target)
         raise
-    _sync(target.parent)  # a lone old one is good for something until the new one has its name for sure
+    sync(target.parent)  # a lone old one is good for something until the new one has its name for sure
     os.rename(old, temporary)
 
 
@@ -204,16 +204,6 @@ def _delete(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _sync(path: Path) -> None:
-    try:
-        sync_directory(path)  # does the same for a file
-    except OSError as error:
-        if error.errno == errno.EINVAL and path.is_dir():
-            return  # some network file systems have no such thing as a directory that is not yet written
-        error.filename = error.filename or str(path)  # fsync knows a number only
-        raise
 
 
 def _raise(error: OSError) -> None:

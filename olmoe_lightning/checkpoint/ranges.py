@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from olmoe_lightning.checkpoint.meta import MODEL
-from olmoe_lightning.checkpoint.sharded import Fragment
+from olmoe_lightning.checkpoint.sharded import Range
 from olmoe_lightning.parallel.buffers import Bucket, Piece
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.ownership import Ownership
@@ -36,7 +36,7 @@ class TrainingState:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def model_to_write(self) -> list[Fragment]:
+    def model_to_write(self) -> list[Range]:
         """What this process writes of the model: fp32 masters of what is trained, the rest as it is."""
         # After the run the parameters are on their own: the masters' values, or what was put there since.
         over = self.sharded is not None and self.sharded.closed
@@ -47,17 +47,17 @@ class TrainingState:
                 found.append(self._own_part(MODEL + name, value, whole, 0, self.ownership.replicas(value)))
         return found
 
-    def optimizer_to_write(self) -> tuple[list[Fragment], dict[str, dict[str, Any]], list[str]]:
+    def optimizer_to_write(self) -> tuple[list[Range], dict[str, dict[str, Any]], list[str]]:
         """What this process writes of the optimizer's state: ranges, scalars by parameter and key; and what it cannot.
 
         State that is neither one number nor one for each element (row and column sums, for example) belongs to a whole
         parameter, and so to no process where the experts are spread.
         """
-        fragments: list[Fragment] = []
+        ranges: list[Range] = []
         scalars: dict[str, dict[str, Any]] = {}
         problems: list[str] = []
         if self.sharded is None:
-            return fragments, scalars, problems
+            return ranges, scalars, problems
         state = self.sharded.optimizer.state
         keys: dict[str, None] = {}
         numbers: dict[tuple[torch.dtype, Any], Tensor] = {}  # most parameters are at the same step: kept once
@@ -90,13 +90,13 @@ class TrainingState:
                 item = state.get(piece.master, {}).get(key)
                 return _flat(item) if item is not None and is_range(item, piece.master) else None
 
-            fragments += self._pieces_to_write(OPTIMIZER, entry, f".{key}")
-        return fragments, scalars, problems
+            ranges += self._pieces_to_write(OPTIMIZER, entry, f".{key}")
+        return ranges, scalars, problems
 
     def _pieces_to_write(
         self, prefix: str, values: Callable[[Piece, nn.Parameter], Tensor | None], suffix: str = ""
-    ) -> list[Fragment]:
-        found: list[Fragment] = []
+    ) -> list[Range]:
+        found: list[Range] = []
         if self.sharded is None:
             return found
         whole = {piece.number for group in self.sharded.groups if _replicated(group) for piece in group.pieces}
@@ -110,18 +110,18 @@ class TrainingState:
             found.append(self._own_part(name, parameter, value, piece.start, axis))
         return found
 
-    def _own_part(self, name: str, tensor: Tensor, flat: Tensor, start: int, axis: Axis | None) -> Fragment:
+    def _own_part(self, name: str, tensor: Tensor, flat: Tensor, start: int, axis: Axis | None) -> Range:
         """A range of ``tensor``, of which each of the processes that all hold it writes an equal part."""
         if axis is not None:
             begin, end = (flat.numel() * rank // axis.size for rank in (axis.rank, axis.rank + 1))
             flat, start = flat[begin:end], start + begin
-        return Fragment(name, self.ownership.size(tensor), self.ownership.start(tensor) + start, flat)
+        return Range(name, self.ownership.size(tensor), self.ownership.start(tensor) + start, flat)
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def model_to_read(self) -> tuple[list[Fragment], Callable[[], None]]:
+    def model_to_read(self) -> tuple[list[Range], Callable[[], None]]:
         """Where values of the model are read to, and what is to be called when they are there."""
-        found: list[Fragment] = []
+        found: list[Range] = []
         copies: list[tuple[Tensor, Tensor]] = []
 
         def flat(value: Tensor) -> Tensor:
@@ -137,12 +137,10 @@ class TrainingState:
                 if piece is not None:
                     name = MODEL + self.ownership.name(parameter)
                     start = self.ownership.start(parameter) + piece.start
-                    found.append(Fragment(name, self.ownership.size(parameter), start, flat(piece.master)))
+                    found.append(Range(name, self.ownership.size(parameter), start, flat(piece.master)))
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
-                found.append(
-                    Fragment(MODEL + name, self.ownership.size(value), self.ownership.start(value), flat(value))
-                )
+                found.append(Range(MODEL + name, self.ownership.size(value), self.ownership.start(value), flat(value)))
 
         def finish() -> None:
             for target, source in copies:
@@ -155,7 +153,7 @@ class TrainingState:
 
     def optimizer_to_read(
         self, there: Mapping[str, Any], scalars: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[list[Fragment], dict[nn.Parameter, dict[str, Any]]]:
+    ) -> tuple[list[Range], dict[nn.Parameter, dict[str, Any]]]:
         """Where the optimizer's state is read to, and that state by master, with its scalars.
 
         Args:
@@ -168,7 +166,7 @@ class TrainingState:
             if name.startswith(OPTIMIZER):
                 parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(parameter_name, []).append(key)
-        fragments: list[Fragment] = []
+        ranges: list[Range] = []
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for _, parameter, index in self.sharded.parameters:
             piece = self.sharded.pieces.get(index)
@@ -180,11 +178,11 @@ class TrainingState:
                 flat = torch.empty(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
                 entries[key] = flat.view(piece.master.shape)
                 start = self.ownership.start(parameter) + piece.start
-                fragments.append(Fragment(f"{OPTIMIZER}{name}.{key}", self.ownership.size(parameter), start, flat))
+                ranges.append(Range(f"{OPTIMIZER}{name}.{key}", self.ownership.size(parameter), start, flat))
             for key, item in scalars.get(name, {}).items():
                 entries[key] = item.clone() if isinstance(item, Tensor) else item
             state[piece.master] = entries
-        return fragments, state
+        return ranges, state
 
 
 def _own_values(piece: Piece, parameter: nn.Parameter, over: bool) -> Tensor:

@@ -31,8 +31,8 @@ def restore_random_state(own: dict[str, Any] | None, first: dict[str, Any], rank
     """Go on where a process was.
 
     Args:
-        own: its state; ``None`` if there was no such process: then every rank starts from numbers that depend on rank
-            0's state and the rank alone.
+        own: its state; ``None`` if there was no such process: then every rank starts from numbers that depend on
+            nothing but rank 0's state and the rank.
         first: rank 0's state.
         rank: of this process.
         device: of this process.

@@ -1,8 +1,8 @@
 """Tensors in a directory, written and read by many processes: each its own range of each flattened tensor.
 
 The format is that of ``torch.distributed.checkpoint``: a tensor lies there under its global name as one dimension, in
-as many chunks as there were writers. Which process wrote which range does not matter to those who read: they ask for
-ranges.
+as many chunks as there were writers. A chunk is a stored range. Which process wrote which does not matter for
+reading: ranges are asked for.
 
 Nothing that is read can execute code: chunks are loaded with ``weights_only=True``, and the index, a pickle, by an
 unpickler that knows the classes of an index and nothing else.
@@ -52,9 +52,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from olmoe_lightning.checkpoint.chunks import ChunkWriter, read_chunk
-from olmoe_lightning.errors import UserError
+from olmoe_lightning.errors import UserError, shortened
 
-# One process alone is what was asked for. Not around the call: filters are the whole process', and threads save too.
+# A single process is what was asked for. Not around the call: filters are the whole process', and threads save too.
 warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process.*")
 
 INDEX = ".metadata"
@@ -65,7 +65,7 @@ Part = TypeVar("Part", bound="Writable")
 
 
 @dataclass(frozen=True)
-class Fragment:
+class Range:
     """A range of a flattened global tensor, and the values that this process has of it or wants to have."""
 
     name: str
@@ -77,7 +77,7 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or not self.values.is_contiguous():
-            raise UserError(f"{self.name}: a fragment is flat and contiguous, not {list(self.values.shape)}")
+            raise UserError(f"{self.name}: a range is flat and contiguous, not {list(self.values.shape)}")
         if not 0 <= self.start <= self.start + self.values.numel() <= self.size:
             raise UserError(
                 f"{self.name}: elements {self.start} to {self.start + self.values.numel()} are not within {self.size}"
@@ -85,7 +85,7 @@ class Fragment:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Name and first element: no process has two fragments of one key."""
+        """Name and first element: no process has two ranges of one key."""
         return self.name, self.start
 
     @property
@@ -107,28 +107,28 @@ class WriteError(OSError):
     """A process could not write its part; the same on all of them."""
 
 
-def save(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGroup | None = None) -> None:
-    """Write the fragments of all processes; collective. What two processes have in common is written by the first.
+def save(directory: Path, ranges: Iterable[Range], group: dist.ProcessGroup | None = None) -> None:
+    """Write the ranges of all processes; collective. What two processes have in common is written by the first.
 
     Args:
         directory: on a file system that all processes share; it need not exist.
-        fragments: of this process.
-        group: the processes, one of which must be rank 0; ``None``: this one alone.
+        ranges: of this process.
+        group: the processes, one of which must be rank 0; ``None``: only this one.
 
     Raises:
-        WriteError: a process could not write, or a tensor has no complete set of fragments, or some that overlap.
+        WriteError: a process could not write, or a tensor has no complete set of ranges, or some that overlap.
     """
     writer = ChunkWriter(directory)  # each machine makes durable what it wrote
     try:
-        wanted = [fragment for fragment in fragments if fragment.values.numel()]
-        planner = FragmentWriter(wanted, lambda fragment: fragment.values.detach())
+        wanted = [each for each in ranges if each.values.numel()]
+        planner = RangeWriter(wanted, lambda each: each.values.detach())
         save_checkpoint({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise WriteError(_reasons(error)) from error
 
 
-def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGroup | None = None) -> None:
-    """Fill the fragments of this process; collective. Names and sizes must fit, see :func:`index_of`.
+def load(directory: Path, ranges: Iterable[Range], group: dist.ProcessGroup | None = None) -> None:
+    """Fill the ranges of this process; collective. Names and sizes must fit, see :func:`index_of`.
 
     Each process plans and reads for itself, and in the end they agree on whether all could.
 
@@ -137,7 +137,7 @@ def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     """
     problem, cause = "", None
     try:
-        load_checkpoint({}, storage_reader=SafeReader(directory), planner=FragmentReader(fragments), no_dist=True)
+        load_checkpoint({}, storage_reader=SafeReader(directory), planner=RangeReader(ranges), no_dist=True)
     except CheckpointException as error:
         ((found, _),) = error.failures.values()
         problem, cause = f"rank {dist.get_rank(group) if group else 0}: {type(found).__name__}: {found}", error
@@ -145,19 +145,16 @@ def load(directory: Path, fragments: Iterable[Fragment], group: dist.ProcessGrou
     if group is not None:
         problems = [""] * dist.get_world_size(group)
         dist.all_gather_object(problems, problem, group=group)
-    if any(problems):
+    if problems := [each for each in problems if each]:
         raise CorruptCheckpoint(
-            f"{directory} cannot be read, it is damaged or incomplete ({_first(list(filter(None, problems)))})"
+            f"{directory} cannot be read, it is damaged or incomplete ({shortened(problems, 3, '; ')})"
         ) from cause
 
 
 def _reasons(error: CheckpointException) -> str:
     """What went wrong on the first processes on which something did."""
-    return _first([f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()])
-
-
-def _first(found: list[str]) -> str:
-    return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+    return shortened(found, 3, "; ")
 
 
 def index_of(directory: Path) -> dict[str, TensorStorageMetadata]:
@@ -176,7 +173,7 @@ def read_range(directory: Path, name: str, start: int, stop: int) -> Tensor:
     found: Any = reader.read_metadata().state_dict_metadata[name]
     values = torch.empty(stop - start, dtype=found.properties.dtype)
     if stop > start:
-        load(directory, [Fragment(name, math.prod(found.size), start, values)])
+        load(directory, [Range(name, math.prod(found.size), start, values)])
     return values
 
 
@@ -293,16 +290,16 @@ class Writable(Protocol):
         """The range, for torch's writer."""
 
 
-class FragmentWriter(SavePlanner, Generic[Part]):
+class RangeWriter(SavePlanner, Generic[Part]):
     """Writes ranges; the state dictionary of torch's interface is not used.
 
     Args:
-        fragments: of this process, each of at least one element.
-        values: of a fragment, flat, when it is its turn.
+        ranges: of this process, each of at least one element.
+        values: of a range, flat, when it is its turn.
     """
 
-    def __init__(self, fragments: Iterable[Part], values: Callable[[Part], Tensor]) -> None:
-        self.fragments = {fragment.item.index: fragment for fragment in fragments}
+    def __init__(self, ranges: Iterable[Part], values: Callable[[Part], Tensor]) -> None:
+        self.ranges = {each.item.index: each for each in ranges}
         self.values = values
 
     @override
@@ -313,7 +310,7 @@ class FragmentWriter(SavePlanner, Generic[Part]):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([fragment.item for fragment in self.fragments.values()])
+        return SavePlan([each.item for each in self.ranges.values()])
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -334,14 +331,14 @@ class FragmentWriter(SavePlanner, Generic[Part]):
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self.values(self.fragments[MetadataIndex(write_item.index.fqn, write_item.index.offset)])
+        return self.values(self.ranges[MetadataIndex(write_item.index.fqn, write_item.index.offset)])
 
 
-class FragmentReader(LoadPlanner):
-    """Reads into fragments."""
+class RangeReader(LoadPlanner):
+    """Reads into ranges."""
 
-    def __init__(self, fragments: Iterable[Fragment]) -> None:
-        self.fragments = {fragment.key: fragment for fragment in fragments}
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self.ranges = {each.key: each for each in ranges}
 
     @override
     def set_up_planner(
@@ -353,16 +350,16 @@ class FragmentReader(LoadPlanner):
     @override
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for fragment in self.fragments.values():
-            if not fragment.values.numel():
+        for wanted in self.ranges.values():
+            if not wanted.values.numel():
                 continue
-            entry: Any = self.entries.get(fragment.name)
-            if entry is None or entry.size[0] != fragment.size:
+            entry: Any = self.entries.get(wanted.name)
+            if entry is None or entry.size[0] != wanted.size:
                 there = "not there" if entry is None else f"{entry.size[0]} elements there"
-                raise UserError(f"{fragment.name} has {fragment.size} elements here and is {there}")
-            found = create_read_items_for_chunk_list(fragment.name, entry, [fragment.chunk])
-            if sum(item.lengths[0] for item in found) != fragment.values.numel():
-                raise UserError(f"{fragment.name} is not complete")
+                raise UserError(f"{wanted.name} has {wanted.size} elements here and is {there}")
+            found = create_read_items_for_chunk_list(wanted.name, entry, [wanted.chunk])
+            if sum(item.lengths[0] for item in found) != wanted.values.numel():
+                raise UserError(f"{wanted.name} is not complete")
             items += found
         return LoadPlan(items)
 
@@ -382,7 +379,7 @@ class FragmentReader(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         index = read_item.dest_index
         assert index.offset is not None
-        values = self.fragments[index.fqn, index.offset[0]].values
+        values = self.ranges[index.fqn, index.offset[0]].values
         return values[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
 
     @override

@@ -23,9 +23,10 @@ from typing import Literal
 
 import numpy as np
 
-from olmoe_lightning.data.common import DataError, progress_bar
+from olmoe_lightning.data.common import DataError
 from olmoe_lightning.data.token_files import write_tokens
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
+from olmoe_lightning.progress import progress_bar
 
 Split = Literal["train", "val"]
 
@@ -37,7 +38,7 @@ SKIPPED_FOLDERS = {
     "encodings",  # generated tables, near copies of each other: half of a pair in training would give the other away
 }  # fmt: skip
 TOPICS = "pydoc_data/topics.py"  # one big literal: prose, not code
-_CHUNK = 256  # documents per call of the tokenizer
+_BATCH = 256  # documents per call of the tokenizer
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
@@ -160,12 +161,12 @@ def _write_corpus(folder: Path, tokenizer: Tokenizer) -> None:
     with progress_bar("tokenizing the standard library", sum(map(len, texts.values())), "document") as bar:
         for key, documents in texts.items():
             with write_tokens(folder / f"{key}.npy", tokenizer.vocab_size) as writer:
-                for start in range(0, len(documents), _CHUNK):
-                    chunk = documents[start : start + _CHUNK]
-                    for ids in tokenizer.encode_batch(chunk):
+                for start in range(0, len(documents), _BATCH):
+                    batch = documents[start : start + _BATCH]
+                    for ids in tokenizer.encode_batch(batch):
                         writer.write(ids)
                         writer.write(eos)
-                    bar.update(len(chunk))
+                    bar.update(len(batch))
                 counts[key] = writer.num_tokens
     (folder / "corpus.json").write_text(json.dumps(counts, indent=1))
 

@@ -210,7 +210,7 @@ class TokenDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader:
-        """Training batches of this rank, from the next sample that nobody has seen."""
+        """Training batches of this rank, from the first sample that no rank has trained on."""
         rows, (replicas, rank) = self._rows(), self._data_parallel()
         per_batch = replicas * self.batch_size
         num_batches = max(1, len(rows) // per_batch)
@@ -221,7 +221,7 @@ class TokenDataModule(LightningDataModule):
             )
 
         def first_sample(epoch: int) -> int:
-            if self.trainer is None:  # nobody counts batches; epochs follow each other as `set_epoch` says
+            if self.trainer is None:  # no batches are counted; epochs follow each other as `set_epoch` says
                 return self._samples_before + epoch * num_batches * per_batch
             return self._begin_epoch(per_batch)
 

@@ -61,8 +61,8 @@ class SourceRows:
             places = at[here]
             lengths[places] = stops - starts
             for place, start, stop in zip(places.tolist(), starts.tolist(), stops.tolist(), strict=True):
-                piece = tokens[start : stop + 1]  # shorter by one at the end of the file
-                windows[place, : piece.size] = piece
+                window = tokens[start : stop + 1]  # shorter by one at the end of the file
+                windows[place, : window.size] = window
 
 
 class _Rows(Dataset, ABC):

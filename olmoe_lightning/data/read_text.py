@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 22  # of text per block: some tens of milliseconds of work, a
 
 @dataclass(frozen=True)
 class TextBlock:
-    """A piece of one file that can be worked on alone.
+    """A block of one file that can be worked on by itself.
 
     Args:
         path: the file, for messages.
@@ -118,7 +118,7 @@ def find_text_files(inputs: Sequence[str]) -> list[str]:
 
 
 def read_blocks(path: str) -> Iterator[tuple[TextBlock, int]]:
-    """A file in pieces of about 4 MiB, in order.
+    """A file in blocks of about 4 MiB, in order.
 
     Yields:
         (block, bytes of the file on disk that were read for it).

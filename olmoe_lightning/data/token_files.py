@@ -14,13 +14,14 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from olmoe_lightning.data.common import DataError, progress_bar, publish
+from olmoe_lightning.data.common import DataError, publish
+from olmoe_lightning.progress import progress_bar
 
 TokenDtype = Literal["uint16", "uint32"]
 
 RAW_SUFFIXES: dict[str, TokenDtype | None] = {".u16": "uint16", ".u32": "uint32", ".bin": None}
 TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".md", ".py", ".gz", ".zst")
-SCAN_BLOCK = 1 << 22  # tokens per block of a scan: small enough to stay in cache-friendly pieces
+SCAN_BLOCK = 1 << 22  # tokens per block of a scan: small enough for the cache
 _HEADER_BYTES = 128  # our .npy header has a fixed size, so that it can be completed after the tokens
 
 
@@ -145,8 +146,8 @@ class TokenFile:
         """16 hexadecimal digits over the length and the first and last 64 KiB: cheap, and tells files apart."""
         tokens, count = self.tokens, (1 << 16) // self.dtype.itemsize
         state = hashlib.sha256(f"{self.dtype.str} {self.num_tokens}".encode())
-        for piece in (tokens[:count], tokens[-count:]):
-            state.update(piece.tobytes())
+        for end in (tokens[:count], tokens[-count:]):
+            state.update(end.tobytes())
         return state.hexdigest()[:16]
 
     def _blocks(self, label: str) -> Iterator[tuple[int, np.ndarray]]:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from olmoe_lightning.data.common import DataError, progress_bar, publish
+from olmoe_lightning.data.common import DataError, publish
 from olmoe_lightning.data.read_text import TextBlock, find_text_files, read_blocks
 from olmoe_lightning.data.token_files import write_tokens
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, parse_bpe_size
+from olmoe_lightning.progress import progress_bar
 
 TRAINING_BYTES = 1 << 28  # text that a new BPE vocabulary is learned from: more changes it little and takes long
 BYTES_PER_WORKER = 1 << 24  # a process takes seconds to start; below this it would not earn them

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from olmoe_lightning.checkpoint import sharded as directories
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import shortened
 from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
 from olmoe_lightning.checkpoint.manifest import write_json
 from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
@@ -27,8 +26,8 @@ from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary
 from olmoe_lightning.checkpoint.ranges import OPTIMIZER, TrainingState
 from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
-from olmoe_lightning.checkpoint.sharded import Fragment
-from olmoe_lightning.errors import UserError
+from olmoe_lightning.checkpoint.sharded import Range
+from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 
 log = logging.getLogger(__name__)
@@ -73,14 +72,14 @@ class Snapshot:
         manifest: needed on rank 0.
     """
 
-    ranges: list[Fragment]
+    ranges: list[Range]
     trained: set[str]
     own: RankRecord
     run: RunRecord
     checkpoint: dict[str, Any]
     manifest: dict[str, Any]
 
-    def updated_by_optimizer(self, part: Fragment) -> bool:
+    def updated_by_optimizer(self, part: Range) -> bool:
         """Whether the optimizer, and nothing else, changes a range: what is trained, and its state."""
         return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in self.trained
 
@@ -252,7 +251,7 @@ class Saver:
         if self._queue is None:
             self._queue = SaveQueue()
         queue = self._queue
-        queue.wait_for_room()
+        queue.reserve()
         try:
             own = snapshot.own
             own.param_groups, own.other = copy.deepcopy((own.param_groups, own.other))
@@ -268,13 +267,13 @@ class Saver:
             if self.async_save != "overlap" or not snapshot.trained:
                 self.finish_copy()
             snapshot.ranges = [
-                Fragment(part.name, part.size, part.start, value)
+                Range(part.name, part.size, part.start, value)
                 for part, value in zip(snapshot.ranges, values, strict=True)
             ]
             write = partial(self._write, target, snapshot, self._copy)
             queue.add_save(write, str(target), partial(self._buffers.give_back, values))
         except BaseException:
-            queue.give_room()
+            queue.release()
             raise
 
     def finish_copy(self) -> None:

@@ -43,7 +43,7 @@ from multiprocess import WorkerError, Workers
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.checkpoint.meta import read_meta
-from olmoe_lightning.checkpoint.sharded import Fragment, index_of, load
+from olmoe_lightning.checkpoint.sharded import Range, index_of, load
 from olmoe_lightning.training import saver
 
 CONFIG = ModelConfig(
@@ -326,7 +326,7 @@ def read_everything(path: Path) -> tuple[dict[str, torch.Tensor], int]:
     """Every tensor of a checkpoint, and its step."""
     step = read_meta(path)["global_step"]
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index_of(path).items()}
-    load(path, [Fragment(name, value.numel(), 0, value) for name, value in tensors.items()])
+    load(path, [Range(name, value.numel(), 0, value) for name, value in tensors.items()])
     return tensors, step
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
-from olmoe_lightning.checkpoint.sharded import Fragment, SafeReader, index_of, load
+from olmoe_lightning.checkpoint.sharded import Range, SafeReader, index_of, load
 from olmoe_lightning.plugins import BF16Precision
 
 CONFIG = ModelConfig(
@@ -153,7 +153,7 @@ def written(workers, tmp_path_factory):
 def everything(path):
     """Each tensor of a checkpoint, and what is no tensor."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index_of(path).items()}
-    load(path, [Fragment(name, value.numel(), 0, value) for name, value in tensors.items()])
+    load(path, [Range(name, value.numel(), 0, value) for name, value in tensors.items()])
     meta = read_meta(path)
     own = {name: meta[KEY][name] for name in ("shapes", "scalars", "skipped_steps")}
     groups = sorted(meta[KEY]["param_groups"], key=lambda group: group["name"])

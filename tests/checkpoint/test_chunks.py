@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from olmoe_lightning.checkpoint.chunks import read_chunk, write_chunk
-from olmoe_lightning.checkpoint.sharded import Fragment, load, save
+from olmoe_lightning.checkpoint.sharded import Range, load, save
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
           torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
@@ -86,7 +86,7 @@ def test_what_is_of_another_size_or_packed_is_left_to_torch(written):
 
 def test_torch_reads_a_directory_with_its_own_reader(tmp_path):
     values = values_of(torch.bfloat16)
-    save(tmp_path / "d", [Fragment("a", 697, 0, values[:300]), Fragment("a", 697, 300, values[300:])])
+    save(tmp_path / "d", [Range("a", 697, 0, values[:300]), Range("a", 697, 300, values[300:])])
     found = {"a": torch.zeros(697, dtype=torch.bfloat16)}
     dcp.load(found, checkpoint_id=tmp_path / "d", no_dist=True)
     assert torch.equal(found["a"], values)
@@ -96,5 +96,5 @@ def test_a_directory_of_torch_is_read(tmp_path):
     values = values_of(torch.float32).clone()
     dcp.save({"a": values}, checkpoint_id=tmp_path / "d", no_dist=True)
     found = torch.zeros(100)
-    load(tmp_path / "d", [Fragment("a", 697, 500, found)])
+    load(tmp_path / "d", [Range("a", 697, 500, found)])
     assert torch.equal(found, values[500:600])

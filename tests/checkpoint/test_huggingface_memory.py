@@ -1,4 +1,4 @@
-"""A conversion takes the memory of a few pieces, whatever the checkpoint and its shards weigh.
+"""A conversion takes the memory of a few blocks, whatever the checkpoint and its shards weigh.
 
 Measured in a process of its own, against what it had after its imports, sampled every 2 ms:
 - RssAnon, memory that the process itself holds and that cannot be dropped;
@@ -102,7 +102,9 @@ def test_peak_memory_is_far_below_the_checkpoint(tmp_path):
     )
     assert in_memory["RssAnon"] > 0.9 * total  # negative control: reading it all is seen
     for grown in conversions:
-        # Own memory: one piece when it is cast (8 MB here), next to nothing when mapped pages are written as they are.
-        assert grown["RssAnon"] < shard / 2, grown
-        # With the mapping that is renewed every 64 MiB, and a piece of at most 32 MiB beyond it: 80 MB are seen.
-        assert grown["VmRSS"] < 2 * shard < total / 2, grown
+        # Own memory: one block when it is cast (8 MB are seen), next to nothing when mapped pages are written as they
+        # are. What the allocator keeps differs from machine to machine; no shard is ever in memory.
+        assert grown["RssAnon"] < shard, grown
+        # With the mapping that is renewed every 64 MiB, and a block of at most 32 MiB beyond it: 80 MB are seen, and
+        # the mapping of a file that is as large as the checkpoint would be seen as such.
+        assert grown["VmRSS"] < total / 2, grown

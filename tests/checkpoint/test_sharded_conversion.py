@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import chunks, convert, read, read_config, read_tokenizer, sharded
 from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
-from olmoe_lightning.checkpoint.meta import META, LazyFragment, ShardedStore, new_meta, read_meta, write_sharded
-from olmoe_lightning.checkpoint.sharded import INDEX, Fragment
+from olmoe_lightning.checkpoint.foreign.sharded_dir import LazyRange, ShardedStore, write_sharded
+from olmoe_lightning.checkpoint.meta import META, new_meta, read_meta
+from olmoe_lightning.checkpoint.sharded import INDEX, Range
 from olmoe_lightning.cli import main
 from olmoe_lightning.data.tokenizer import BPETokenizer
 
@@ -78,12 +79,12 @@ def cut_by_hand(directory, config, length=101, seed=0):
     """A checkpoint whose tensors lie in chunks of a few elements, in an order that is not that of the elements."""
     generator = torch.Generator().manual_seed(seed)
     state = {name: torch.randn(shape, generator=generator) for name, shape in native_shapes(config).items()}
-    fragments = [
-        Fragment(f"state_dict.model.{name}", tensor.numel(), start, tensor.view(-1)[start : start + length].clone())
+    ranges = [
+        Range(f"state_dict.model.{name}", tensor.numel(), start, tensor.view(-1)[start : start + length].clone())
         for name, tensor in state.items()
         for start in reversed(range(0, tensor.numel(), length))
     ]
-    sharded.save(directory, fragments)
+    sharded.save(directory, ranges)
     shapes = {f"model.{name}": tensor.shape for name, tensor in state.items()}
     torch.save(new_meta({"config": config.to_dict()}, shapes, {}), directory / META)
     return state
@@ -193,15 +194,15 @@ def test_dtype_casts_all_but_the_selection_bias(tmp_path):
     assert_same(read(str(tmp_path / "b.safetensors"))[1], wanted)
 
 
-def test_of_the_fragments_that_are_written_only_one_is_held(tmp_path, monkeypatch):
+def test_of_the_ranges_that_are_written_only_one_is_held(tmp_path, monkeypatch):
     written, held = [], []
 
     def value(start):
         held.append(sum(each() is not None for each in written))
         return torch.arange(start, start + 1000, dtype=torch.float64)
 
-    fragments = [
-        LazyFragment(f"state_dict.{name}", 2000, start, 1000, torch.float32, lambda start=start: value(start))
+    ranges = [
+        LazyRange(f"state_dict.{name}", 2000, start, 1000, torch.float32, lambda start=start: value(start))
         for name in "ab"
         for start in (0, 1000)
     ]
@@ -213,7 +214,7 @@ def test_of_the_fragments_that_are_written_only_one_is_held(tmp_path, monkeypatc
 
     (tmp_path / "a").mkdir()
     monkeypatch.setattr(chunks, "write_chunk", watch)
-    write_sharded(tmp_path / "a", fragments, {}, lambda _: None)
+    write_sharded(tmp_path / "a", ranges, {}, lambda _: None)
     assert len(written) == 4
     assert held == [0, 0, 0, 0]
     for name in "ab":
@@ -310,7 +311,7 @@ def test_the_tokenizer_comes_along(tmp_path, capsys):
     for name, text in (("bpe", tokenizer), ("byte", "byte")):
         sharded.save(
             tmp_path / name,
-            [Fragment(f"state_dict.model.{n}", t.numel(), 0, t.view(-1)) for n, t in state.items()],
+            [Range(f"state_dict.model.{n}", t.numel(), 0, t.view(-1)) for n, t in state.items()],
         )
         meta = new_meta({"config": CONFIG.to_dict()}, shapes, {"tokenizer": text})
         torch.save(meta, tmp_path / name / META)
@@ -483,19 +484,19 @@ def grown_in_a_new_process(small, call, options):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has")
-def test_memory_is_that_of_two_chunks(tmp_path):
-    """Two stored chunks while one is read, and one that is written: 4 MiB here, of a model with 265 MB."""
+def test_memory_is_that_of_a_few_blocks(tmp_path):
+    """Of a model with 265 MB in chunks of 4 MiB."""
     chunk = 2**20
-    fragments, shapes = [], native_shapes(LARGE)
+    ranges, shapes = [], native_shapes(LARGE)
     for name, shape in shapes.items():
         size = math.prod(shape)
         for start in range(0, size, chunk):
             length = min(chunk, size - start)
             make = lambda length=length: torch.zeros(length)  # noqa: E731
-            fragments.append(LazyFragment(f"state_dict.model.{name}", size, start, length, torch.float32, make))
+            ranges.append(LazyRange(f"state_dict.model.{name}", size, start, length, torch.float32, make))
     meta = new_meta({"config": LARGE.to_dict()}, {f"model.{name}": shape for name, shape in shapes.items()}, {})
     (tmp_path / "a").mkdir()
-    write_sharded(tmp_path / "a", fragments, meta, lambda _: None)
+    write_sharded(tmp_path / "a", ranges, meta, lambda _: None)
     source, total = str(tmp_path / "a"), 4 * LARGE.num_params
     assert total > 250e6
     single = {"from_native": source, "to_safetensors": str(tmp_path / "a.safetensors")}
@@ -505,6 +506,6 @@ def test_memory_is_that_of_two_chunks(tmp_path):
     in_memory = grown_in_a_new_process(tmp_path / "small", read, {"directory": source})
     assert in_memory > 0.9 * total  # negative control: reading it all is seen
     for grown in conversions:
-        # A piece of at most 32 MiB put together from chunks, a copy of it, and two chunks: 75 MB; and what the
-        # allocator keeps, which differs from run to run.
+        # A block of at most 32 MiB and a copy of it are in use. What the allocator keeps of earlier blocks differs
+        # from machine to machine, so the bound is what it means: the model is never in memory.
         assert grown < 0.75 * total, grown

@@ -5,7 +5,7 @@ import torch
 
 from olmoe_lightning.checkpoint.sharded import (
     CorruptCheckpoint,
-    Fragment,
+    Range,
     WriteError,
     differences,
     index_of,
@@ -17,13 +17,13 @@ from olmoe_lightning.checkpoint.sharded import (
 A, B = torch.arange(100, dtype=torch.float32), torch.arange(7)
 
 
-def fragment(values, start, stop, name="a"):
-    return Fragment(name, len(values), start, values[start:stop])
+def range_of(values, start, stop, name="a"):
+    return Range(name, len(values), start, values[start:stop])
 
 
 @pytest.fixture
 def directory(tmp_path):
-    save(tmp_path / "d", [fragment(A, 60, 100), fragment(A, 0, 60), fragment(B, 0, 7, "b")])
+    save(tmp_path / "d", [range_of(A, 60, 100), range_of(A, 0, 60), range_of(B, 0, 7, "b")])
     return tmp_path / "d"
 
 
@@ -34,13 +34,13 @@ def test_any_range_can_be_read(directory, start, stop):
 
 def test_values_are_cast_to_what_they_are_read_into(directory):
     values = torch.zeros(40, dtype=torch.bfloat16)
-    load(directory, [Fragment("a", 100, 60, values)])
+    load(directory, [Range("a", 100, 60, values)])
     assert torch.equal(values, A[60:].bfloat16())
 
 
 def test_other_tensors_are_left_alone(directory):
     whole = torch.full((100,), -1.0)
-    load(directory, [Fragment("a", 100, 10, whole[10:20])])
+    load(directory, [Range("a", 100, 10, whole[10:20])])
     assert torch.equal(whole[10:20], A[10:20])
     assert (whole[:10] == -1).all()
     assert (whole[20:] == -1).all()
@@ -48,7 +48,7 @@ def test_other_tensors_are_left_alone(directory):
 
 def test_a_part_of_a_large_storage_takes_no_more_bytes_than_it_has(tmp_path):
     large = torch.zeros(1_000_000)
-    save(tmp_path / "d", [Fragment("part", 10, 0, large[5:15])])
+    save(tmp_path / "d", [Range("part", 10, 0, large[5:15])])
     assert sum(file.stat().st_size for file in (tmp_path / "d").iterdir()) < 10_000
 
 
@@ -62,7 +62,7 @@ def test_a_part_of_a_large_storage_takes_no_more_bytes_than_it_has(tmp_path):
 )
 def test_each_element_needs_one_writer(tmp_path, parts, message):
     with pytest.raises(WriteError, match=message):
-        save(tmp_path / "d", [fragment(A, *part) for part in parts])
+        save(tmp_path / "d", [range_of(A, *part) for part in parts])
     assert not (tmp_path / "d" / ".metadata").exists()
 
 
@@ -71,11 +71,11 @@ def write_in_two(directory, overlap):
     rank = torch.distributed.get_rank()
     own = (0, 60) if rank == 0 else (60 - overlap, 100)
     try:
-        save(directory, [fragment(A, *own), fragment(B, 0, 7, "b")], torch.distributed.group.WORLD)
+        save(directory, [range_of(A, *own), range_of(B, 0, 7, "b")], torch.distributed.group.WORLD)
     except WriteError as error:
         return str(error)
     values = torch.zeros(50)
-    load(directory, [Fragment("a", 100, 25 * (1 + rank), values)], torch.distributed.group.WORLD)
+    load(directory, [Range("a", 100, 25 * (1 + rank), values)], torch.distributed.group.WORLD)
     return torch.equal(values, A[25 * (1 + rank) :][:50])
 
 
@@ -89,11 +89,11 @@ def test_all_processes_say_what_kept_one_from_writing(workers, tmp_path):
         assert "a: elements 57 to 60 have two writers" in message
 
 
-def test_a_fragment_must_lie_within_its_tensor():
+def test_a_range_must_lie_within_its_tensor():
     with pytest.raises(ValueError, match="elements 95 to 105 are not within 100"):
-        Fragment("a", 100, 95, torch.zeros(10))
+        Range("a", 100, 95, torch.zeros(10))
     with pytest.raises(ValueError, match="flat and contiguous"):
-        Fragment("a", 100, 0, torch.zeros(2, 5))
+        Range("a", 100, 0, torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "index gone", "index cut", "index of another kind"])

@@ -13,7 +13,7 @@ from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import convert, load_pretrained, read, read_config, read_tokenizer, sharded
 from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.checkpoint.meta import META, new_meta
-from olmoe_lightning.checkpoint.sharded import INDEX, CorruptCheckpoint, Fragment
+from olmoe_lightning.checkpoint.sharded import INDEX, CorruptCheckpoint, Range
 from olmoe_lightning.model import Transformer
 
 CONFIG = ModelConfig(
@@ -67,7 +67,7 @@ class Call:
 def good(tmp_path_factory):
     path = tmp_path_factory.mktemp("safety") / "good"
     state = {f"model.{name}": torch.ones(shape) for name, shape in native_shapes(CONFIG).items()}
-    sharded.save(path, [Fragment(f"state_dict.{name}", t.numel(), 0, t.view(-1)) for name, t in state.items()])
+    sharded.save(path, [Range(f"state_dict.{name}", t.numel(), 0, t.view(-1)) for name, t in state.items()])
     shapes = {name: t.shape for name, t in state.items()}
     torch.save(new_meta({"config": CONFIG.to_dict()}, shapes, {}), path / META)
     return path

@@ -176,5 +176,5 @@ def functional_differences(wanted: ModelConfig, found: ModelConfig) -> list[str]
     ]
 
 
-def _listed(head: str, problems: list[str]) -> ValueError:
-    return ValueError(head + ":\n" + "\n".join(f"  - {problem}" for problem in problems))
+def _listed(head: str, problems: list[str]) -> UserError:
+    return UserError(head + ":\n" + "\n".join(f"  - {problem}" for problem in problems))

@@ -1,4 +1,4 @@
-"""Weights in and out, streamed piece by piece: Hugging Face OLMoE, our own formats, and what the trainer writes.
+"""Weights in and out, streamed block by block: Hugging Face OLMoE, our own formats, and what the trainer writes.
 
 Our directory format is ``config.json`` (the :class:`ModelConfig`, with a marker and a version) beside safetensors under
 our names, or all of that in one ``.safetensors`` file. The trainer writes sharded directories and ``.ckpt`` files.
@@ -10,39 +10,33 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import re
 import shutil
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
 from olmoe_lightning.checkpoint.foreign.hf_config import config_to_hf, functional_differences
 from olmoe_lightning.checkpoint.foreign.hf_layout import hf_tensors, native_shapes, stays_fp32
 from olmoe_lightning.checkpoint.foreign.safetensors_dir import (
-    DTYPES,
     TensorInfo,
     TensorWriter,
-    shortened,
-    sync_directory,
     write_safetensors,
-    write_text,
+    write_safetensors_file,
 )
+from olmoe_lightning.checkpoint.foreign.sharded_dir import LazyRange, write_sharded
 from olmoe_lightning.checkpoint.foreign.sources import (
     METADATA,
     SUFFIX,
     MemoryStore,
-    Part,
     Source,
+    TensorSlice,
     compare,
     native_config_values,
     open_hf,
@@ -51,9 +45,12 @@ from olmoe_lightning.checkpoint.foreign.sources import (
     tokenizer_of,
 )
 from olmoe_lightning.checkpoint.foreign.upcycle import upcycled
-from olmoe_lightning.checkpoint.meta import MODEL, LazyFragment, new_meta, write_sharded
+from olmoe_lightning.checkpoint.meta import MODEL, new_meta
+from olmoe_lightning.checkpoint.publish import publish, temporary_beside
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.errors import DiskSpaceError, ExistingFileError, UserError
+from olmoe_lightning.errors import DiskSpaceError, ExistingFileError, UserError, shortened
+from olmoe_lightning.files import write_atomically
+from olmoe_lightning.progress import progress_bar
 
 Target = Literal["hf", "native", "safetensors", "sharded"]
 
@@ -178,8 +175,8 @@ def read(directory: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     source = open_source(Path(directory))
     state = {}
     for name, shape in native_shapes(source.config).items():
-        pieces = [piece.reshape(-1) for part in source.native_parts(name) for piece in source.pieces(part)]
-        state[name] = torch.cat(pieces).view(shape)
+        blocks = [block.reshape(-1) for box in source.native_slices(name) for block in source.blocks(box)]
+        state[name] = torch.cat(blocks).view(shape)
     return source.config, state
 
 
@@ -218,7 +215,7 @@ def load_pretrained(model: torch.nn.Module, directory: str, first_expert: int = 
     """Loads a checkpoint of any format that :func:`convert` reads into a built model, in place.
 
     Checkpoint and model must have the same weights with the same shapes; of a model with some of the layers or experts
-    only those are read. Each piece is looked up through the model again after it was written and compared with what was
+    only those are read. Each block is looked up through the model again after it was written and compared with what was
     read, so that a write which went to a copy is an error and not a model that stays random.
 
     Args:
@@ -251,26 +248,26 @@ def load_pretrained(model: torch.nn.Module, directory: str, first_expert: int = 
     compare({name: TensorInfo.of(tensor) for name, tensor in state.items()}, shapes, "the model")
     if unready := [name for name, tensor in state.items() if tensor.is_meta or not tensor.is_contiguous()]:
         raise UserError(f"the model's weights have no storage yet, or not a contiguous one: {shortened(unready)}")
-    with _progress("loading", sum(tensor.nbytes for tensor in state.values())) as advance:
+    with progress_bar("loading", sum(tensor.nbytes for tensor in state.values()), "B") as bar:
         for name in shapes:
             offset = 0
-            for part in source.native_parts(name, experts.get(name)):
-                for piece in source.pieces(part):
-                    end = offset + piece.numel()
-                    value = piece.reshape(-1).to(state[name].device, state[name].dtype)
+            for box in source.native_slices(name, experts.get(name)):
+                for block in source.blocks(box):
+                    end = offset + block.numel()
+                    value = block.reshape(-1).to(state[name].device, state[name].dtype)
                     state[name].detach().view(-1)[offset:end].copy_(value)
                     live = operator.attrgetter(name)(model).detach().view(-1)[offset:end]
                     if not torch.equal(live.view(torch.uint8), value.view(torch.uint8)):  # bits: NaN must compare too
                         raise RuntimeError(f"{name}: the model does not hold what was written to it")
                     offset = end
-                    advance(value.nbytes)
+                    bar.update(value.nbytes)
             if offset != state[name].numel():
                 raise RuntimeError(f"{name}: {offset} of {state[name].numel()} values were written")
 
 
 def _write(source: Source, target: Path, kind: Target, dtype: str | None, max_shard_size: str | int) -> None:
     cast = _parse_dtype(dtype)
-    shard_bytes = _parse_bytes(max_shard_size)
+    file_bytes = _parse_bytes(max_shard_size)
     tokenizer = tokenizer_of(source)
     if kind == "sharded":
         _write_sharded(source, target, cast, tokenizer)
@@ -278,7 +275,7 @@ def _write(source: Source, target: Path, kind: Target, dtype: str | None, max_sh
     if kind == "hf":
         config = config_to_hf(source.config, token_ids=source.token_ids)
         writers = [
-            _writer(source, tensor.name, tensor.shape, [source.hf_part(tensor)], cast)
+            _writer(source, tensor.name, tensor.shape, [source.hf_slice(tensor)], cast)
             for tensors in hf_tensors(source.config).values()
             for tensor in tensors
         ]
@@ -289,39 +286,39 @@ def _write(source: Source, target: Path, kind: Target, dtype: str | None, max_sh
     else:
         config = native_config_values(source)
         writers = [
-            _writer(source, name, shape, source.native_parts(name), None if stays_fp32(name) else cast)
+            _writer(source, name, shape, source.native_slices(name), None if stays_fp32(name) else cast)
             for name, shape in native_shapes(source.config).items()
         ]
     total = sum(writer.num_bytes for writer in writers)
     if kind == "safetensors":
         if target.suffix != SUFFIX:
             raise UserError(f"to_safetensors ({target}) is one file and must end in {SUFFIX}")
-        values = {"format": "pt", METADATA: json.dumps(config | ({"tokenizer": tokenizer} if tokenizer else {}))}
-        with _new_file(target, total) as file, _progress("writing", total) as advance:
-            _write_file(file, writers, values, advance)
+        values = {METADATA: json.dumps(config | ({"tokenizer": tokenizer} if tokenizer else {}))}
+        with _new_file(target, total) as file, progress_bar("writing", total, "B") as bar:
+            write_safetensors_file(file, writers, values, bar.update)
         return
-    with _new_directory(target, total) as directory, _progress("writing", total) as advance:
-        write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-        write_safetensors(directory, writers, shard_bytes, advance)
+    with _new_directory(target, total) as directory, progress_bar("writing", total, "B") as bar:
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_safetensors(directory, writers, file_bytes, bar.update)
         if source.directory is not None:
             for name in _COMPANIONS:
                 if (source.directory / name).is_file():
                     shutil.copyfile(source.directory / name, directory / name)
         elif tokenizer is not None and tokenizer != "byte":
-            write_text(directory / "tokenizer.json", tokenizer)
+            (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
 
 
 def _write_sharded(source: Source, target: Path, cast: torch.dtype | None, tokenizer: str | None) -> None:
     shapes = native_shapes(source.config)
-    fragments = []
+    ranges = []
     for name, shape in shapes.items():
-        parts = source.native_parts(name)
-        dtype = source.dtype(parts) if cast is None or stays_fp32(name) else cast
+        slices = source.native_slices(name)
+        dtype = source.dtype(slices) if cast is None or stays_fp32(name) else cast
         start = 0
-        for part, length in (cut for whole in parts for cut in source.cuts(whole)):
-            read = partial(source.read, part)
+        for box, length in (cut for whole in slices for cut in source.cuts(whole)):
+            read = partial(source.read, box)
             full = f"{MODEL}model.{name}"
-            fragments.append(LazyFragment(full, math.prod(shape), start, length, dtype, read))
+            ranges.append(LazyRange(full, math.prod(shape), start, length, dtype, read))
             start += length
     more = {"token_ids": {name: value for name, value in source.token_ids.items() if value is not None}}
     meta = new_meta(
@@ -329,46 +326,19 @@ def _write_sharded(source: Source, target: Path, cast: torch.dtype | None, token
         {f"model.{name}": shape for name, shape in shapes.items()},
         more | ({"tokenizer": tokenizer} if tokenizer else {}),
     )
-    total = sum(fragment.length * fragment.dtype.itemsize for fragment in fragments)
-    with _new_directory(target, total) as directory, _progress("writing", total) as advance:
-        write_sharded(directory, fragments, meta, advance)
-
-
-def _write_file(
-    path: Path, writers: list[TensorWriter], metadata: dict[str, str], advance: Callable[[int], None]
-) -> None:
-    """One safetensors file: an 8-byte length, a JSON header, then each tensor's bytes."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    writers = sorted(writers, key=lambda writer: -writer.dtype.itemsize)  # so that each begins at its alignment
-    end = 0
-    for writer in writers:
-        begin, end = end, end + writer.num_bytes
-        header[writer.name] = {"dtype": codes[writer.dtype], "shape": writer.shape, "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for writer in writers:
-            for piece in writer.pieces():
-                raw = piece.to("cpu", writer.dtype).contiguous().view(-1).view(torch.uint8).numpy()
-                file.write(raw.data)
-                advance(raw.nbytes)
-                del piece, raw  # a piece maps its file: do not hold it while the next one is opened
-        if file.tell() != 8 + len(encoded) + end:
-            raise UserError(f"{path}: {file.tell() - 8 - len(encoded)} bytes were produced, the header has {end}")
-        file.flush()
-        os.fsync(file.fileno())
+    total = sum(wanted.length * wanted.dtype.itemsize for wanted in ranges)
+    with _new_directory(target, total) as directory, progress_bar("writing", total, "B") as bar:
+        write_sharded(directory, ranges, meta, bar.update)
 
 
 def _writer(
-    source: Source, name: str, shape: tuple[int, ...], parts: list[Part], cast: torch.dtype | None
+    source: Source, name: str, shape: tuple[int, ...], slices: list[TensorSlice], cast: torch.dtype | None
 ) -> TensorWriter:
-    def pieces() -> Iterator[Tensor]:
-        for part in parts:
-            yield from source.pieces(part)
+    def blocks() -> Iterator[Tensor]:
+        for box in slices:
+            yield from source.blocks(box)
 
-    return TensorWriter(name, shape, cast or source.dtype(parts), pieces)
+    return TensorWriter(name, shape, cast or source.dtype(slices), blocks)
 
 
 @contextmanager
@@ -377,58 +347,34 @@ def _new_directory(target: Path, num_bytes: int) -> Iterator[Path]:
     target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExistingFileError(f"{target} exists and is not an empty directory; choose a new one")
-    temporary = _beside(target, num_bytes)
-    temporary.mkdir()
+    _refuse_full_disk(target, num_bytes)
+    temporary = temporary_beside(target)
     try:
         yield temporary
-        sync_directory(temporary)
-        os.replace(temporary, target)  # also onto an empty directory
-        sync_directory(target.parent)
+        publish(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 @contextmanager
-def _new_file(target: Path, num_bytes: int) -> Iterator[Path]:
-    """The same for a file, which the body makes."""
+def _new_file(target: Path, num_bytes: int) -> Iterator[BinaryIO]:
+    """The same for a file."""
     target = target.resolve()
     if target.exists():
         raise ExistingFileError(f"{target} exists; choose a new name")
-    temporary = _beside(target, num_bytes)
-    try:
-        yield temporary
-        os.replace(temporary, target)
-        sync_directory(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    _refuse_full_disk(target, num_bytes)
+    with write_atomically(target) as file:
+        yield file
 
 
-def _beside(target: Path, num_bytes: int) -> Path:
-    """A temporary name on the target's disk, which has room."""
+def _refuse_full_disk(target: Path, num_bytes: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise DiskSpaceError(
             f"{target} needs {num_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
         )
-    return target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
-
-
-@contextmanager
-def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal, if there is one; yields the function that advances it."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield partial(progress.advance, progress.add_task(task, total=total))
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

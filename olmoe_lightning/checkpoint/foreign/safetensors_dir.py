@@ -1,6 +1,6 @@
-"""A directory of safetensors shards: its headers read at once, its tensors piece by piece, and written the same way.
+"""A directory of safetensors files, or one such file: headers read at once, tensors block by block, written likewise.
 
-The safetensors library writes a shard from tensors that are all in memory. A shard here can be larger than the memory
+The safetensors library writes a file from tensors that are all in memory. A file here can be larger than the memory
 (and most often is larger than anyone wants to spend on a conversion), so the writer below puts the format down itself:
 an 8-byte length, a JSON header, then every tensor's bytes in turn. The library reads and checks the result.
 """
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from olmoe_lightning.errors import MissingFileError, UserError
+from olmoe_lightning.errors import MissingFileError, UserError, shortened
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -51,12 +50,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorWriter:
-    """A tensor to be written: its header, and a function that yields its values in row-major order, in pieces."""
+    """A tensor to be written: its header, and a function that yields its values in row-major order, in blocks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Callable[[], Iterator[Tensor]]
+    blocks: Callable[[], Iterator[Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -65,28 +64,31 @@ class TensorWriter:
 
 
 class SafetensorsReader:
-    """All tensors of a directory's ``model*.safetensors``.
+    """All tensors of a file, or of a directory's ``model*.safetensors``.
 
-    Opening it reads headers only. Tensors are mapped from the file, one shard at a time, and the mapping is renewed
-    every 64 MiB, so that pages which were read do not count as this process's memory for longer than that.
+    Opening it reads headers only. Tensors are mapped from one file at a time, and the mapping is renewed every 64 MiB,
+    so that pages which were read do not count as this process's memory for longer than that.
 
     Args:
-        directory: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        path: one file, or a directory with ``model.safetensors``, or with several and
+            ``model.safetensors.index.json``.
 
     Raises:
-        FileNotFoundError: there is no such file, or a shard that the index names is missing.
-        ValueError: a shard is damaged, or the index and the shards disagree.
+        FileNotFoundError: there is no such file, or one that the index names is missing.
+        ValueError: a file is damaged, or the index and the files disagree.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+    def __init__(self, path: Path) -> None:
+        self.directory = path.parent if path.is_file() else path
         self.tensors: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, str] = {}
         self._file_of: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self._mapped_bytes = 0
-        weight_map = _weight_map(self.directory)
+        weight_map = {"": path.name} if path.is_file() else _weight_map(path)
         for file in sorted(set(weight_map.values())):
             handle = self._handle(file)
+            self.metadata |= handle.metadata() or {}
             for name in handle.keys():  # noqa: SIM118  (not a dictionary)
                 view = handle.get_slice(name)
                 code = view.get_dtype()
@@ -139,37 +141,36 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def write_safetensors(
-    directory: Path, tensors: Sequence[TensorWriter], max_shard_bytes: int, advance: Callable[[int], None]
+    directory: Path, tensors: Sequence[TensorWriter], max_file_bytes: int, advance: Callable[[int], object]
 ) -> None:
-    """Writes tensors into shards, with an index if there are several, and checks the files' headers afterwards.
+    """Writes tensors into files, with an index if there are several, and checks the files' headers afterwards.
 
-    Memory: one piece of one tensor at a time. Files are synchronised to disk.
+    Memory: one block of one tensor at a time.
 
     Args:
         directory: exists and has no safetensors.
-        tensors: in the order in which they are written; their pieces are asked for in that order, once.
-        max_shard_bytes: a shard takes no further tensor beyond this size; a larger tensor gets a shard for itself.
-        advance: told the number of bytes after each piece.
+        tensors: in the order in which they are written; their blocks are asked for in that order, once.
+        max_file_bytes: a file takes no further tensor beyond this size; a larger tensor gets a file for itself.
+        advance: called with the number of bytes of each block.
 
     Raises:
-        ValueError: a tensor's pieces do not add up to its shape.
+        ValueError: a tensor's blocks do not add up to its shape.
     """
-    shards: list[list[TensorWriter]] = []
+    files: list[list[TensorWriter]] = []
     size = 0
     for tensor in tensors:
-        if not shards or size + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
+        if not files or size + tensor.num_bytes > max_file_bytes:
+            files.append([])
             size = 0
-        shards[-1].append(tensor)
+        files[-1].append(tensor)
         size += tensor.num_bytes
     weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE_NAME
-        # Wider types first, as the library does: then every tensor begins at a multiple of its item size.
-        shard.sort(key=lambda tensor: -tensor.dtype.itemsize)
-        _write_shard(directory / file, shard, advance)
-        weight_map.update({tensor.name: file for tensor in shard})
-    if len(shards) > 1:
+    for number, content in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE_NAME
+        with (directory / name).open("xb") as file:
+            write_safetensors_file(file, content, {}, advance)
+        weight_map.update({tensor.name: name for tensor in content})
+    if len(files) > 1:
         index = {
             "metadata": {
                 "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
@@ -177,7 +178,7 @@ def write_safetensors(
             },
             "weight_map": dict(sorted(weight_map.items())),
         }
-        write_text(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     written = SafetensorsReader(directory)
     expected = {tensor.name: TensorInfo(tensor.shape, tensor.dtype, _CODES[tensor.dtype]) for tensor in tensors}
     if written.tensors != expected:
@@ -185,54 +186,38 @@ def write_safetensors(
         raise RuntimeError(f"{directory}: headers read back differ from what was written: {shortened(wrong)}")
 
 
-def _write_shard(path: Path, tensors: list[TensorWriter], advance: Callable[[int], None]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+def write_safetensors_file(
+    file: BinaryIO, tensors: Sequence[TensorWriter], metadata: Mapping[str, str], advance: Callable[[int], object]
+) -> None:
+    """Writes one file; see :func:`write_safetensors`.
+
+    Args:
+        file: empty.
+        tensors: see there.
+        metadata: of the file, beside its format.
+        advance: see there.
+
+    Raises:
+        ValueError: see there.
+    """
+    # Wider types first, as the library does: then every tensor begins at a multiple of its item size.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
     for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        begin, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors:
-            written = 0
-            for piece in tensor.pieces():
-                raw = piece.to("cpu", tensor.dtype).contiguous().view(-1).view(torch.uint8).numpy()
-                written += file.write(raw.data)
-                advance(raw.nbytes)
-                del piece, raw  # a piece maps its shard: do not hold it while the next shard is opened
-            if written != tensor.num_bytes:
-                raise UserError(
-                    f"{tensor.name}: {written} bytes were produced, its shape {tensor.shape} has {tensor.num_bytes}"
-                )
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file and synchronises it to disk."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def shortened(items: Sequence[str], limit: int = 20) -> str:
-    """The first items on one line, and how many more there are."""
-    rest = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + rest
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for tensor in tensors:
+        written = 0
+        for block in tensor.blocks():
+            raw = block.to("cpu", tensor.dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            written += file.write(raw.data)
+            advance(raw.nbytes)
+            del block, raw  # a block maps its file: do not hold it while the next one is opened
+        if written != tensor.num_bytes:
+            raise UserError(
+                f"{tensor.name}: {written} bytes were produced, its shape {tensor.shape} has {tensor.num_bytes}"
+            )

@@ -2,8 +2,8 @@
 
 Formats: Hugging Face OLMoE (safetensors); our directory (``config.json`` with a marker beside safetensors under our
 names); the same in one ``.safetensors`` file; a sharded checkpoint of ``MoEStrategy``; a Lightning ``.ckpt`` of the
-``OLMoE`` module. Everything here reads configuration and headers only; values come in pieces when somebody asks for
-them.
+``OLMoE`` module. Everything here reads configuration and headers only; values come in blocks of a few megabytes
+when they are asked for.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from olmoe_lightning.checkpoint.foreign.hf_config import TOKEN_IDS, config_from_hf
 from olmoe_lightning.checkpoint.foreign.hf_layout import HFTensor, Shape, hf_fused_name, hf_tensors, native_shapes
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import DTYPES, SafetensorsReader, TensorInfo, shortened
-from olmoe_lightning.checkpoint.meta import ShardedStore, is_sharded, read_meta
+from olmoe_lightning.checkpoint.foreign.safetensors_dir import SafetensorsReader, TensorInfo
+from olmoe_lightning.checkpoint.foreign.sharded_dir import ShardedStore
+from olmoe_lightning.checkpoint.meta import is_sharded, read_meta
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.errors import MissingFileError, UserError
+from olmoe_lightning.errors import MissingFileError, UserError, reason, shortened
 
 FORMAT = "olmoe-lightning"
 VERSION = 1
@@ -34,7 +35,7 @@ SUFFIX = ".safetensors"
 METADATA = "olmoe_lightning"
 """Where such a file has what ``config.json`` has elsewhere."""
 
-_PIECE_BYTES = 32 * 2**20
+_BLOCK_BYTES = 32 * 2**20
 
 
 class TensorStore(Protocol):
@@ -60,8 +61,8 @@ class MemoryStore:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a stored tensor: its name and one slice per leading dimension (none: all of it)."""
+class TensorSlice:
+    """A box of a stored tensor: its name and one slice per leading dimension (none: all of it)."""
 
     tensor: str
     index: tuple[slice, ...] = ()
@@ -92,8 +93,8 @@ class Source:
     def __post_init__(self) -> None:
         self._hf_tensors = hf_tensors(self.config) if self.hf else {}
 
-    def native_parts(self, name: str, experts: range | None = None) -> list[Part]:
-        """The parts that make up one of our tensors, in row-major order.
+    def native_slices(self, name: str, experts: range | None = None) -> list[TensorSlice]:
+        """The slices that make up one of our tensors, in row-major order.
 
         Args:
             name: of the tensor.
@@ -101,59 +102,59 @@ class Source:
         """
         rows = () if experts is None else (slice(experts.start, experts.stop),)
         if not self.hf:
-            return [Part(name, rows)]
+            return [TensorSlice(name, rows)]
         fused = hf_fused_name(name)
         if fused in self.store.tensors:
-            return [Part(fused, rows)]
+            return [TensorSlice(fused, rows)]
         tensors = self._hf_tensors[name]
-        return [Part(tensor.name) for tensor in tensors if experts is None or tensor.index[0].start in experts]
+        return [TensorSlice(tensor.name) for tensor in tensors if experts is None or tensor.index[0].start in experts]
 
-    def hf_part(self, tensor: HFTensor) -> Part:
+    def hf_slice(self, tensor: HFTensor) -> TensorSlice:
         """Where one of Hugging Face's tensors lies."""
         if not self.hf:
-            return Part(tensor.native, tensor.index)
+            return TensorSlice(tensor.native, tensor.index)
         fused = hf_fused_name(tensor.native)
-        return Part(fused, tensor.index) if fused in self.store.tensors else Part(tensor.name)
+        return TensorSlice(fused, tensor.index) if fused in self.store.tensors else TensorSlice(tensor.name)
 
-    def dtype(self, parts: Iterable[Part]) -> torch.dtype:
-        """The type that some parts have.
+    def dtype(self, slices: Iterable[TensorSlice]) -> torch.dtype:
+        """The type that some slices have.
 
         Raises:
             ValueError: they have several.
         """
-        parts = list(parts)
-        found = {self.store.tensors[part.tensor].dtype for part in parts}
+        slices = list(slices)
+        found = {self.store.tensors[box.tensor].dtype for box in slices}
         if len(found) > 1:
             raise UserError(
                 f"these tensors belong into one but differ in type ({', '.join(sorted(map(str, found)))}); choose one "
-                f"with dtype: {shortened([part.tensor for part in parts], 6)}"
+                f"with dtype: {shortened([box.tensor for box in slices], 6)}"
             )
         (dtype,) = found
         assert dtype is not None  # compare() lets no other types in
         return dtype
 
-    def pieces(self, part: Part) -> Iterator[Tensor]:
-        """A part's values in row-major order, in pieces of a few megabytes cut along one dimension."""
-        for cut, _ in self.cuts(part):
+    def blocks(self, box: TensorSlice) -> Iterator[Tensor]:
+        """A slice's values in row-major order, in blocks of a few megabytes."""
+        for cut, _ in self.cuts(box):
             yield self.read(cut)
 
-    def read(self, part: Part) -> Tensor:
-        """A part's values."""
-        return self.store.read(part.tensor, part.index)
+    def read(self, box: TensorSlice) -> Tensor:
+        """A slice's values."""
+        return self.store.read(box.tensor, box.index)
 
-    def cuts(self, part: Part) -> Iterator[tuple[Part, int]]:
-        """The pieces of a part, without their values, and the number of elements of each."""
-        info = self.store.tensors[part.tensor]
-        index = part.index + (slice(None),) * (len(info.shape) - len(part.index))
+    def cuts(self, box: TensorSlice) -> Iterator[tuple[TensorSlice, int]]:
+        """A slice cut along one dimension into smaller ones, a block each, and the number of elements of each."""
+        info = self.store.tensors[box.tensor]
+        index = box.index + (slice(None),) * (len(info.shape) - len(box.index))
         bounds = [range(*s.indices(n)) for s, n in zip(index, info.shape, strict=True)]
         axis = next((i for i, rows in enumerate(bounds) if len(rows) > 1), len(bounds) - 1)
         # Dimensions before `axis` have one row, so successive rows are successive in row-major order.
         row_bytes = math.prod(map(len, bounds[axis + 1 :])) * info.itemsize
-        step = max(1, _PIECE_BYTES // row_bytes)
+        step = max(1, _BLOCK_BYTES // row_bytes)
         for start in range(bounds[axis].start, bounds[axis].stop, step):
             cut = [slice(rows.start, rows.stop) for rows in bounds]
             cut[axis] = slice(start, min(start + step, bounds[axis].stop))
-            yield Part(part.tensor, tuple(cut)), math.prod(s.stop - s.start for s in cut)
+            yield TensorSlice(box.tensor, tuple(cut)), math.prod(s.stop - s.start for s in cut)
 
 
 def open_source(path: Path) -> Source:
@@ -284,7 +285,7 @@ def _open_sharded(path: Path) -> Source:
 
 
 def _open_safetensors(path: Path) -> Source:
-    store = _SafetensorsFile(path)
+    store = SafetensorsReader(path)
     try:
         values = json.loads(store.metadata.get(METADATA, "null"))
     except ValueError as error:
@@ -299,29 +300,14 @@ def _open_safetensors(path: Path) -> Source:
     return Source(config, store, token_ids=values.get("token_ids", {}), tokenizer=values.get("tokenizer"))
 
 
-class _SafetensorsFile(SafetensorsReader):
-    """All tensors of one file, whatever its name, and its metadata."""
-
-    def __init__(self, path: Path) -> None:
-        self.directory = path.parent
-        self._open, self._mapped_bytes = None, 0
-        handle = self._handle(path.name)
-        self.metadata: dict[str, str] = handle.metadata() or {}
-        self.tensors = {}
-        for name in handle.keys():  # noqa: SIM118  (not a dictionary)
-            view = handle.get_slice(name)
-            code = view.get_dtype()
-            self.tensors[name] = TensorInfo(tuple(view.get_shape()), DTYPES.get(code), code)
-        self._file_of = dict.fromkeys(self.tensors, path.name)
-
-
 def _open_ckpt(path: Path) -> Source:
     try:
         # Mapped: optimizer states and all else that is not asked for stay on the disk.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} is not a checkpoint of Lightning's that can be read safely: {reason}") from error
+        raise UserError(
+            f"{path} is not a checkpoint of Lightning's that can be read safely: {reason(error)}"
+        ) from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UserError(f"{path} is not a checkpoint of OLMoE: it lacks state_dict or hyper_parameters['config']")
     config = _trained_config(path, checkpoint)
@@ -351,8 +337,8 @@ def _trained(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_tied(source: Source) -> None:
-    embed, head = Part("model.embed_tokens.weight"), Part("lm_head.weight")
-    for a, b in zip(source.pieces(embed), source.pieces(head), strict=True):
+    embed, head = TensorSlice("model.embed_tokens.weight"), TensorSlice("lm_head.weight")
+    for a, b in zip(source.blocks(embed), source.blocks(head), strict=True):
         if not torch.equal(a, b):
             raise UserError(f"{source.directory}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
     del source.store.tensors["lm_head.weight"]

@@ -45,7 +45,7 @@ def upcycled(
     dense_layers: int = 0,
     overrides: Mapping[str, Any] | None = None,
 ) -> Source:
-    """The mixture that a dense model becomes; it is read piece by piece, like the dense one.
+    """The mixture that a dense model becomes; it is read block by block, like the dense one.
 
     Args:
         source: a model of ours whose layers are all dense.

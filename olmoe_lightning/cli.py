@@ -36,7 +36,7 @@ from olmoe_lightning.data import TokenDataModule, load_tokenizer, tokenize_files
 from olmoe_lightning.data.tokenizer import BPETokenizer, Tokenizer
 from olmoe_lightning.errors import MissingFileError, UserError
 from olmoe_lightning.module import OLMoE
-from olmoe_lightning.tools.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
+from olmoe_lightning.tools.parity import Fault, ParityCase, ParityError, format_table, run_parity
 from olmoe_lightning.tools.plan import plan
 
 USAGE = """usage: olmoe-lightning COMMAND [options]
@@ -349,7 +349,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def parity(timeout: float = 120.0, break_: Sabotage | None = None, **options: Any) -> int:
+def parity(timeout: float = 120.0, break_: Fault | None = None, **options: Any) -> int:
     """Train a small model on several processes of this machine and on one, and print how far the results are apart.
 
     Args:
@@ -395,7 +395,7 @@ def run_tool(name: str, args: Sequence[str]) -> int:
         parser.usage = "%(prog)s INPUTS ... [options]"
     parser.add_function_arguments(tool, skip={name for name in ("inputs", "break_") if name in parameters})
     if "break_" in parameters:  # without the underscore, which Python needs
-        parser.add_argument("--break", type=Sabotage, help="make this mistake on purpose, to see it in the table")
+        parser.add_argument("--break", type=Fault, help="make this mistake on purpose, to see it in the table")
     options = parser.parse_args(args).as_dict()
     if "break" in options:
         options["break_"] = options.pop("break")

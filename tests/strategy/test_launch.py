@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
-from multiprocess import PRELOAD
 from strategy_lab import Dense, own_batches, quiet, vectors
 
 from olmoe_lightning import MoEStrategy
+from olmoe_lightning.tools.processes import PRELOAD, free_port, torchrun_environment, without_launcher
 from olmoe_lightning.training.processes import connection_advice
 
 HERE = Path(__file__).parent
@@ -27,16 +27,9 @@ PATIENCE = 120
 
 def clean_environment(**more):
     """Ours without what some launcher may have left in it."""
-    launchers = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    kept = without_launcher(os.environ)
     paths = os.pathsep.join([str(HERE), str(HERE.parent), kept.get("PYTHONPATH", "")])
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | {name: str(value) for name, value in more.items()}
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 # ---------------------------------------------------------------------------------------------- whole scripts
@@ -171,7 +164,7 @@ def raising(module, x, number):
 def start(folder, environments, seconds=PATIENCE, timeout=60, raising=False):
     """Run a fit in one process for each environment; exit codes, outputs and duration."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(list(PRELOAD))
     options = {"timeout": timeout, "raising": raising}
     processes = [
         context.Process(target=_process, args=(clean_environment(**environment), folder, options))
@@ -188,19 +181,6 @@ def start(folder, environments, seconds=PATIENCE, timeout=60, raising=False):
         process.join()
     texts = [path.read_text() for path in sorted(folder.glob("rank*.txt"))]
     return [process.exitcode for process in processes], texts, duration
-
-
-def elastic(rank, size=2, **more):
-    """What torchrun tells a process."""
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": 0,
-        "TORCHELASTIC_RUN_ID": "tests",
-        "MASTER_ADDR": "127.0.0.1",
-    } | more
 
 
 def test_slurm_starts_the_processes(tmp_path):
@@ -224,7 +204,7 @@ def test_slurm_starts_the_processes(tmp_path):
 
 def test_a_rank_that_raises_ends_those_that_nobody_else_looks_after(tmp_path):
     port = free_port()
-    codes, texts, duration = start(tmp_path, [elastic(r, MASTER_PORT=port) for r in (0, 1)], raising=True)
+    codes, texts, duration = start(tmp_path, [torchrun_environment(rank, 2, port) for rank in (0, 1)], raising=True)
     assert all(code == 1 for code in codes), (codes, texts)
     assert "ZeroDivisionError: rank 1 has had enough" in texts[1]
     assert duration < 30
@@ -235,7 +215,7 @@ def test_a_port_in_use_is_named(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        codes, (text,), _ = start(tmp_path, [elastic(0, MASTER_PORT=port)], timeout=5)
+        codes, (text,), _ = start(tmp_path, [torchrun_environment(0, 2, port)], timeout=5)
     assert codes == [1]
     assert f"rank 0 of 2 could not join the others over gloo: another program uses 127.0.0.1:{port}" in text
     assert "set MASTER_PORT to a free port" in text
@@ -243,7 +223,7 @@ def test_a_port_in_use_is_named(tmp_path):
 
 def test_a_missing_network_interface_is_named(tmp_path):
     port = free_port()
-    environments = [elastic(rank, MASTER_PORT=port, GLOO_SOCKET_IFNAME="nonexistent0") for rank in (0, 1)]
+    environments = [torchrun_environment(rank, 2, port) | {"GLOO_SOCKET_IFNAME": "nonexistent0"} for rank in (0, 1)]
     codes, texts, _ = start(tmp_path, environments)
     assert codes == [1, 1]
     for rank, text in enumerate(texts):
@@ -253,7 +233,7 @@ def test_a_missing_network_interface_is_named(tmp_path):
 
 def test_processes_that_are_missing_are_named_after_the_timeout(tmp_path):
     port = free_port()
-    codes, (text,), _ = start(tmp_path, [elastic(0, MASTER_PORT=port)], timeout=2)
+    codes, (text,), _ = start(tmp_path, [torchrun_environment(0, 2, port)], timeout=2)
     assert codes == [1]
     assert f"not all processes met at 127.0.0.1:{port}" in text
 

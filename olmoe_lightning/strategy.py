@@ -27,7 +27,7 @@ from typing_extensions import override
 from olmoe_lightning._lightning import NoOptimizer, optimizers_to_device
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS
-from olmoe_lightning.parallel.pipeline.stages import find_schedule
+from olmoe_lightning.parallel.pipeline.stages import find_pipeline_schedule
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.plugins.comm.base import CommPlugin
@@ -231,7 +231,7 @@ class MoEStrategy(CheckpointStrategy):
             overlap_reduce=self.overlap_grad_reduce,
             values=values,
             bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
-            attach_grads=self.stage_map is not None and find_schedule(self.stage_map.schedule).splits_backward,
+            attach_grads=self.stage_map is not None and find_pipeline_schedule(self.stage_map.schedule).splits_backward,
         )
         self._waits = WeightWaits(module, self.sharded.bucket_of())
         self._gather_at_once = not self.overlap_param_gather or reads_weights_between_steps(trainer, module)

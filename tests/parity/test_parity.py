@@ -2,7 +2,8 @@
 
 Bounds, relative to the largest magnitude of a group (``compare`` says how): sums over processes are taken in another
 order than sums in one process, which costs some units of 6e-8 per sum; three steps of AdamW bring about 1e-6 of it to
-the parameters. 2e-5 leaves room for other CPUs; the mistakes below are off by 1e-2 and more. In bf16 a unit is 4e-3.
+the parameters. 2e-5 leaves a margin for other CPUs; the mistakes below are off by 1e-2 and more. In bf16 a unit is
+4e-3.
 """
 
 import dataclasses
@@ -136,7 +137,7 @@ def test_one_batch_of_one_rank_counts_no_token():
 
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"accumulate": 3}, {"accumulate": 2, "partial_window": True}])
 def test_one_process_equals_a_plain_loop(options, alone):
-    # The same sums in the same order: 1e-6 is room for one rounding of a division that is done in another place.
+    # The same sums in the same order: 1e-6 allows one rounding of a division that is done in another place.
     case = ParityCase(devices=1, **options)
     compared = ("train/loss", "gradient", "parameters", "optimizer: exp", "selection bias", "expert load")
     rows = [row for row in compare(plain_loop(case), alone(case), case.bound) if row.quantity.startswith(compared)]

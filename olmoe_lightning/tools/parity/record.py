@@ -88,7 +88,7 @@ class RunRecord:
     ranks: list[RankRecord] = field(default_factory=list)
     """All processes."""
     drops: dict[str, Tensor] = field(default_factory=dict)
-    """What the comm plugin had no room for, all processes and steps together; empty where nothing can be dropped."""
+    """Tokens that the comm plugin dropped for lack of capacity, all processes and steps together; empty where nothing can be dropped."""
 
 
 class LabModel(OLMoE):
@@ -128,7 +128,7 @@ class Recorder(Callback):
     It reads gradients and masters, never the weights that may still be on their way between two steps.
 
     Args:
-        case: says how many tokens each microbatch has.
+        case: knows how many tokens each microbatch has.
         together: microbatches that are processed for one batch of the Trainer, by all processes.
     """
 

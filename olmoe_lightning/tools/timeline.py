@@ -1,4 +1,4 @@
-"""What a pipeline schedule does when: its table of actions, played through with a duration for each; idle time, activations.
+"""What a pipeline schedule does when: its actions, played through with a duration for each; idle time, activations.
 
 Letters: P pipeline ranks, V stages per rank, M microbatches.
 """
@@ -234,7 +234,8 @@ def simulate(
         stages_per_rank: V.
         num_microbatches: M.
         durations: of the actions on a stage of mean size.
-        stage_costs: of the P x V stages, in any unit; an action takes longer in a more expensive stage. Equal if not given.
+        stage_costs: of the P x V stages, in any unit; an action takes longer in a more expensive stage.
+            Equal if not given.
 
     Raises:
         ValueError: the schedule cannot run with these numbers, or the costs do not fit.

@@ -288,12 +288,12 @@ def split_layers(
     first_cost: float = 0.0,
     last_cost: float = 0.0,
 ) -> tuple[range, ...]:
-    """Cut the layers into contiguous stages of at least one layer, so that the bottleneck stage is as cheap as possible.
+    """Cut the layers into contiguous stages of at least one layer, so that the bottleneck is as cheap as possible.
 
-    The most expensive stage sets the pace of the pipeline. Among the splits with the same bottleneck, the most even one
-    is taken (the smallest sum of squared costs), and among those the one whose earlier stages have fewer layers, because
-    they keep the activations of the most microbatches. Costs are compared exactly, so that the answer is the same
-    everywhere.
+    The bottleneck, the most expensive stage, sets the pace of the pipeline. Among the splits with the same one, the
+    most even is taken (the smallest sum of squared costs), and among those the one whose earlier stages have fewer
+    layers, because they keep the activations of the most microbatches. Costs are compared exactly, so that the answer
+    is the same everywhere.
 
     Args:
         num_layers: L.

@@ -88,7 +88,7 @@ class RunRecord:
     ranks: list[RankRecord] = field(default_factory=list)
     """All processes."""
     drops: dict[str, Tensor] = field(default_factory=dict)
-    """Tokens that the comm plugin dropped for lack of capacity, all processes and steps together; empty where nothing can be dropped."""
+    """What the comm plugin dropped in all processes and steps together; empty where nothing can be dropped."""
 
 
 class LabModel(OLMoE):

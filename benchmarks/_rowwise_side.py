@@ -23,6 +23,7 @@ class RowwiseSide:
     """A layer under one plugin after the other, on the same tokens and the same random choice.
 
     Args:
+        processes: among which the experts are shared.
         tokens: T.
         d_model: D.
         hidden: H.
@@ -30,11 +31,11 @@ class RowwiseSide:
         top_k: K.
     """
 
-    def __init__(self, tokens: int, d_model: int, hidden: int, experts: int, top_k: int) -> None:
+    def __init__(self, processes: int, tokens: int, d_model: int, hidden: int, experts: int, top_k: int) -> None:
         keep_freed_memory()
         dist.init_process_group("gloo")
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self._axis = Axis("expert", tuple(range(size)), rank, dist.group.WORLD)
+        rank = dist.get_rank()
+        self._axis = Axis("expert", tuple(range(processes)), rank, dist.group.WORLD)
         self._spec = CommSpec(experts, top_k, d_model, torch.float32, torch.device("cpu"), tokens)
         self._plugins: dict[str, CommPlugin] = {}
         torch.manual_seed(rank)
@@ -42,7 +43,7 @@ class RowwiseSide:
         self._ids = torch.rand(tokens, experts).topk(top_k).indices
         self._weights = torch.rand(tokens, top_k, requires_grad=True)
         self._grad = torch.randn(tokens, d_model)
-        local = experts // size
+        local = experts // processes
         self._w_gate_up = (torch.randn(local, 2 * hidden, d_model) / d_model**0.5).requires_grad_()
         self._w_down = (torch.randn(local, d_model, hidden) / hidden**0.5).requires_grad_()
         rows = tokens * top_k // local

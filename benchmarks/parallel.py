@@ -9,7 +9,6 @@ Prints a table and, last, one line of JSON. What the numbers mean is in ``docs/p
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import sys
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from _timing import paired_ratios, summarize, turn_order
 from _workers import Worker
 
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.tools.processes import free_port, torchrun_environment
 
 PARTS = ("speed", "single", "memory")
 WARMUP_STEPS = 4
@@ -95,23 +95,11 @@ class Team:
     """
 
     def __init__(self, processes: int, threads: int, stack: ExitStack, kind: str = "parallel", **options: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.workers = []
         for rank in range(processes):
-            # What torchrun sets; Lightning recognises it.
-            environment = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "TORCHELASTIC_RUN_ID": "benchmark",
-            }
-            worker = Worker(kind, threads, environment if processes > 1 else {}, processes=processes, **options)
+            environment = torchrun_environment(rank, processes, port) if processes > 1 else {}
+            worker = Worker(kind, threads, environment, processes=processes, **options)
             self.workers.append(stack.enter_context(worker))
 
     def ask(self, command: str, **arguments: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from _timing import summarize, turn_order
 from parallel import Team
 
 from olmoe_lightning.config import ModelConfig
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES
 from olmoe_lightning.tools.timeline import Durations, simulate
 
 RANKS = (2, 4, 8)
@@ -61,7 +61,7 @@ def plan_part(args: argparse.Namespace) -> Part:
     entries: list[dict[str, Any]] = []
     for ranks in RANKS:
         for microbatches in MICROBATCHES:
-            for schedule in SCHEDULES.values():
+            for schedule in PIPELINE_SCHEDULES.values():
                 entry = {
                     "schedule": schedule.name,
                     "pipeline_parallel": ranks,
@@ -83,7 +83,7 @@ def plan_part(args: argparse.Namespace) -> Part:
     ]
     for ranks in RANKS:
         rows = [(f"{ranks} ranks", *(f"{microbatches} microbatches" for microbatches in MICROBATCHES))]
-        for name in SCHEDULES:
+        for name in PIPELINE_SCHEDULES:
             mine = [e for e in entries if e["schedule"] == name and e["pipeline_parallel"] == ranks]
             rows.append((name, *(_cell(entry) for entry in mine)))
         lines += ["", *aligned(rows)]
@@ -122,7 +122,7 @@ def measured_part(args: argparse.Namespace) -> Part:
                 ranks = team.ask("pipeline", **asked)
                 if index == 0:
                     continue
-                bubble = simulate(name, 2, SCHEDULES[name].stages_per_rank, args.microbatches).bubble
+                bubble = simulate(name, 2, PIPELINE_SCHEDULES[name].stages_per_rank, args.microbatches).bubble
                 for step in range(args.steps):
                     took = max(rank["step"][step] for rank in ranks)
                     compute = sum(rank["compute"][step] for rank in ranks) / len(ranks)
@@ -133,7 +133,7 @@ def measured_part(args: argparse.Namespace) -> Part:
     results: dict[str, Any] = {"microbatches": args.microbatches, "rows": args.rows, "rounds": args.rounds}
     for name, values in found.items():
         summaries = {key: summarize(each).to_dict() for key, each in values.items()}
-        bubble = simulate(name, 2, SCHEDULES[name].stages_per_rank, args.microbatches).bubble
+        bubble = simulate(name, 2, PIPELINE_SCHEDULES[name].stages_per_rank, args.microbatches).bubble
         results[name] = summaries | {"bubble": bubble}
         cells = (spread(summaries["step"], 3), f"{bubble:.1%}", spread(summaries["waste"], 3))
         rows.append((name, *cells, spread(summaries["ratio"], 3)))

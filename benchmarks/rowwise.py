@@ -8,7 +8,6 @@ Prints a table and, last, one line of JSON.
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Any
 from _report import aligned, spread
 from _run import Progress, run
 from _timing import paired_ratios, summarize, turn_order
-from _workers import Worker
+from parallel import Team
 
 COMMS = ("rowwise", "all_to_all")
 TRAVEL = ("dispatch", "combine", "combine backward", "dispatch backward")
@@ -47,47 +46,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--experts", type=int, default=32)
     sizes.add_argument("--top-k", type=int, default=4)
     args = parser.parse_args(arguments)
+    if args.processes < 2:
+        parser.error(f"--processes ({args.processes}) must be at least 2: one process exchanges nothing")
     if args.experts % args.processes:
         parser.error(f"--experts ({args.experts}) must be divisible by --processes ({args.processes})")
     return args
-
-
-def start(args: argparse.Namespace, stack: ExitStack) -> list[Worker]:
-    """The processes, with the environment of torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    options = {name: getattr(args, name) for name in ("tokens", "d_model", "hidden", "experts", "top_k")}
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(args.processes)}
-    return [
-        stack.enter_context(Worker("rowwise", args.threads, common | {"RANK": str(rank)}, **options))
-        for rank in range(args.processes)
-    ]
-
-
-def ask(workers: list[Worker], command: str, **arguments: Any) -> list[Any]:
-    """The answers in rank order."""
-    for worker in workers:
-        worker.send(command, **arguments)
-    return [worker.receive(command) for worker in workers]
 
 
 def measure_rounds(args: argparse.Namespace, results: dict[str, Any], progress: Progress) -> None:
     """Alternating rounds of dispatch and combine, then of whole layers; a part takes as long as the slowest process."""
     results["large_pages"] = large_pages()
     with ExitStack() as stack:
-        workers = start(args, stack)
+        options = {name: getattr(args, name) for name in ("tokens", "d_model", "hidden", "experts", "top_k")}
+        team = Team(args.processes, args.threads, stack, "rowwise", **options)
 
         def rounds(name: str, parts: Sequence[str], after: Callable[[], None] | None = None, **options: Any) -> Seconds:
             seconds: Seconds = {comm: {part: [] for part in parts} for comm in COMMS}
             for comm in COMMS:
                 for _ in range(2):
                     progress(f"{name}, warm-up of {comm}")
-                    ask(workers, "layer", comm=comm, **options)
+                    team.ask("layer", comm=comm, **options)
             for index in range(args.rounds):
                 for comm in turn_order(COMMS, index):
                     progress(f"{name}, round {index + 1} of {args.rounds}, {comm}")
-                    answers = ask(workers, "layer", comm=comm, **options)
+                    answers = team.ask("layer", comm=comm, **options)
                     for part in parts:
                         seconds[comm][part].append(max(answer[part] for answer in answers))
                 if after is not None:
@@ -98,7 +80,7 @@ def measure_rounds(args: argparse.Namespace, results: dict[str, Any], progress: 
         if args.no_experts:
             return
         products: list[float] = []
-        whole = rounds("layer", (*TRAVEL, *EXPERTS), lambda: products.append(max(ask(workers, "products"))))
+        whole = rounds("layer", (*TRAVEL, *EXPERTS), lambda: products.append(max(team.ask("products"))))
         keep(results, "layer", whole)
         experts = [sum(each) for each in zip(*(whole["rowwise"][part] for part in EXPERTS), strict=True)]
         results["products"] = summarize(products).to_dict()

@@ -21,7 +21,7 @@ from olmoe_lightning.commands.parser import Parser, UsageError
 from olmoe_lightning.commands.training import OLMoECLI
 from olmoe_lightning.data import tokenize_files
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.tools.parity import Sabotage
+from olmoe_lightning.tools.parity import Fault
 from olmoe_lightning.tools.plan import plan
 
 USAGE = """usage: olmoe-lightning COMMAND [options]
@@ -72,7 +72,7 @@ def run_tool(name: str, args: Sequence[str]) -> int:
         parser.usage = "%(prog)s INPUTS ... [options]"
     parser.add_function_arguments(tool, skip={name for name in ("inputs", "break_") if name in parameters})
     if "break_" in parameters:  # without the underscore, which Python needs
-        parser.add_argument("--break", type=Sabotage, help="make this mistake on purpose, to see it in the table")
+        parser.add_argument("--break", type=Fault, help="make this mistake on purpose, to see it in the table")
     options = parser.parse_args(args).as_dict()
     if "break" in options:
         options["break_"] = options.pop("break")

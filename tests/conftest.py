@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from multiprocess import Workers
 
 from olmoe_lightning import ModelConfig, TokenDataModule, TokenSource
+from olmoe_lightning.tools.processes import PRELOAD, Workers
 
 EOS = 256
 LIGHTNING = logging.getLogger("lightning.pytorch")
@@ -51,9 +51,9 @@ def _restore(environment):
 
 @pytest.fixture(scope="session")
 def workers():
-    """``workers(2).run(function, *args)`` runs a function in 2 processes of one process group; see multiprocess.py."""
+    """``workers(2).run(function, *args)`` runs a function in 2 processes of one process group."""
     pools: dict[int, Workers] = {}
-    yield lambda size: pools.setdefault(size, Workers(size))
+    yield lambda size: pools.setdefault(size, Workers(size, preload=[*PRELOAD, "pytest"]))
     for pool in pools.values():
         pool.close()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from olmoe_lightning.tools.parity import ParityCase, ParityError, Sabotage, format_table, run_parity
+from olmoe_lightning.tools.parity import Fault, ParityCase, ParityError, format_table, run_parity
 
 
-def parity(timeout: float = 120.0, break_: Sabotage | None = None, **options: Any) -> int:
+def parity(timeout: float = 120.0, break_: Fault | None = None, **options: Any) -> int:
     """Train a small model on several processes of this machine and on one, and print how far the results are apart.
 
     Args:

@@ -8,14 +8,14 @@ from typing import Any
 
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.pipeline.stages import StageMap, find_schedule, make_stage_map, stage_costs
+from olmoe_lightning.parallel.pipeline.stages import StageMap, find_pipeline_schedule, make_stage_map, stage_costs
 from olmoe_lightning.tools.timeline import Durations, Kind, Timeline, simulate
 
 FORMATS = (".png", ".svg")
 COLORS: dict[Kind, str] = {"F": "#4c78a8", "B": "#e4852a", "I": "#e4a33a", "W": "#5a9a54"}
 IDLE = "#e8e8e8"
 NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-_MOST_LABELS = 700  # a picture with more boxes than that has no numbers in them: nobody could read them
+_MOST_LABELS = 700  # a picture with more boxes than that has no numbers in them: they would be too small to read
 
 
 def plan(
@@ -58,7 +58,7 @@ def plan(
     if seq_len is not None and (config is None or seq_len < 1):
         raise UserError(f"seq_len ({seq_len}) must be at least 1 and needs a config")
     durations = Durations(1.0, backward_input, backward_weight, transfer)
-    found = find_schedule(schedule)
+    found = find_pipeline_schedule(schedule)
     per_rank = found.stages_per_rank if stages_per_rank is None else stages_per_rank
     costs: dict[str, Any] = {}
     if config is not None:
@@ -78,7 +78,7 @@ def plan(
 
 
 def relative_costs(model: ModelConfig, seq_len: int | None = None) -> dict[str, Any]:
-    """What layers and head cost by their FLOPs, in units of the model's dearest layer.
+    """What layers and head cost by their FLOPs, in units of the model's most expensive layer.
 
     The embedding is a lookup and costs nothing.
 
@@ -135,7 +135,7 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
 
     Args:
         timeline: what is drawn.
-        path: file to write; its ending says whether PNG or SVG.
+        path: file to write; its ending decides between PNG and SVG.
     """
     import matplotlib  # a slow import that only pictures need
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What a schedule does when: its table of actions, played through with a duration for each; idle time, activations.
+"""What a pipeline schedule does when: its actions, played through with a duration for each; idle time, activations.
 
 Letters: P pipeline ranks, V stages per rank, M microbatches.
 """
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES, find_schedule
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES, find_pipeline_schedule
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -157,7 +157,7 @@ def action_table(schedule: str, pipeline_size: int, stages_per_rank: int, num_mi
     """The computations of each rank in the order in which PyTorch's class runs them.
 
     Args:
-        schedule: a name in :data:`~olmoe_lightning.parallel.pipeline.stages.SCHEDULES`.
+        schedule: a name in :data:`~olmoe_lightning.parallel.pipeline.stages.PIPELINE_SCHEDULES`.
         pipeline_size: P.
         stages_per_rank: V.
         num_microbatches: M.
@@ -165,7 +165,7 @@ def action_table(schedule: str, pipeline_size: int, stages_per_rank: int, num_mi
     Raises:
         ValueError: the schedule cannot run with these numbers.
     """
-    found = find_schedule(schedule)
+    found = find_pipeline_schedule(schedule)
     found.check(pipeline_size, stages_per_rank, num_microbatches)
     if found.name == "gpipe":
         rows = [_gpipe_row(rank, num_microbatches) for rank in range(pipeline_size)]
@@ -189,7 +189,7 @@ def torch_action_table(schedule: str, pipeline_size: int, stages_per_rank: int, 
         SimpleNamespace(num_stages=pipeline_size * stages_per_rank, group_size=pipeline_size, group_rank=0, submod=None)
         for _ in range(stages_per_rank)
     ]
-    made = SCHEDULES[schedule].torch_class()(stages, num_microbatches)
+    made = PIPELINE_SCHEDULES[schedule].torch_class()(stages, num_microbatches)
     table = []
     for rank in range(pipeline_size):
         steps = [step.sub_actions or (step,) for step in made.pipeline_order[rank] if step is not None]
@@ -229,12 +229,13 @@ def simulate(
     """Play a schedule through: every rank does its actions in order, each as soon as what it needs has arrived.
 
     Args:
-        schedule: a name in :data:`~olmoe_lightning.parallel.pipeline.stages.SCHEDULES`.
+        schedule: a name in :data:`~olmoe_lightning.parallel.pipeline.stages.PIPELINE_SCHEDULES`.
         pipeline_size: P.
         stages_per_rank: V.
         num_microbatches: M.
         durations: of the actions on a stage of mean size.
-        stage_costs: of the P x V stages, in any unit; an action takes longer in a dearer stage. Equal if not given.
+        stage_costs: of the P x V stages, in any unit; an action takes longer in a more expensive stage.
+            Equal if not given.
 
     Raises:
         ValueError: the schedule cannot run with these numbers, or the costs do not fit.

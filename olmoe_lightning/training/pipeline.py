@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, StageBuilder
-from olmoe_lightning.parallel.pipeline.stages import StageMap, find_schedule, make_stage_map
+from olmoe_lightning.parallel.pipeline.stages import StageMap, find_pipeline_schedule, make_stage_map
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class Pipeline:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients come at other times than at the end of autograd's backward pass."""
-        return self.stage_map is not None and find_schedule(self.stage_map.schedule).splits_backward
+        return self.stage_map is not None and find_pipeline_schedule(self.stage_map.schedule).splits_backward
 
     def build(self, module: nn.Module, axis: Axis, device: torch.device) -> None:
         """Make the stages; the module has its final device and precision."""

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -88,13 +86,11 @@ def test_fp32_means_tf32_on_cuda_when_torch_may_use_it():
         torch.set_float32_matmul_precision(before)
 
 
-def test_cpu_peak_is_measured_once_and_draws_no_random_numbers():
+def test_cpu_peak_is_measured_once_and_draws_no_random_numbers(monkeypatch):
     state = torch.get_rng_state()
     first = peak_flops(torch.device("cpu"), "fp32")
-    start = time.perf_counter()
-    again = peak_flops(torch.device("cpu"), "fp32")
-    assert time.perf_counter() - start < 0.01  # a measurement takes some tenths of a second
-    assert again == first
+    monkeypatch.delattr(torch, "mm")  # by which it is measured
+    assert peak_flops(torch.device("cpu"), "fp32") == first
     assert 1e8 < first < 1e14
     assert torch.equal(torch.get_rng_state(), state)
 

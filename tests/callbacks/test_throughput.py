@@ -1,5 +1,6 @@
 import csv
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,25 @@ from olmoe_lightning.callbacks.throughput import PROGRESS_BAR_NAME
 TOKENS = 2 * 16
 SUPERVISED = 2 * 14
 # A training step sleeps for 0.01 s, and what is excluded for 0.3 s and more beside every step: a mean step would take
-# more than 0.25 s with it. The limit between leaves room for a busy machine.
+# more than 0.25 s with it.
 EXCLUDED_S = 0.3
 LIMIT_S = 0.2
+
+
+@pytest.fixture
+def time_of_sleep(monkeypatch):
+    """Time passes in ``sleep``, which takes none, and a little at each look at the clock, however fast the machine."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def look():
+        sleep(1e-4)
+        return now[0]
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr("olmoe_lightning.callbacks.throughput.time", SimpleNamespace(perf_counter=look))
 
 
 class SlowIO(TorchCheckpointIO):
@@ -55,6 +72,7 @@ def test_rates_are_the_counted_tokens_over_the_measured_time(make_trainer, small
     assert trainer.progress_bar_metrics[PROGRESS_BAR_NAME] == pytest.approx(values["tokens_per_second"], abs=1)
 
 
+@pytest.mark.usefixtures("time_of_sleep")
 def test_validation_and_sanity_check_time_is_excluded(make_trainer, small_moe, random_tokens):
     monitor = ThroughputMonitor(every_n_steps=3, warmup_steps=0)
     trainer = make_trainer(monitor, limit_val_batches=1, val_check_interval=1, num_sanity_val_steps=1)
@@ -64,6 +82,7 @@ def test_validation_and_sanity_check_time_is_excluded(make_trainer, small_moe, r
     assert read(monitor)["step_seconds"] < LIMIT_S
 
 
+@pytest.mark.usefixtures("time_of_sleep")
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_checkpoint_time_is_excluded(make_trainer, small_moe, random_tokens, tmp_path, weights_only):
     monitor, io = ThroughputMonitor(every_n_steps=3, warmup_steps=0), SlowIO()
@@ -74,6 +93,7 @@ def test_checkpoint_time_is_excluded(make_trainer, small_moe, random_tokens, tmp
     assert read(monitor)["step_seconds"] < LIMIT_S
 
 
+@pytest.mark.usefixtures("time_of_sleep")
 def test_slow_training_steps_are_not_excluded(make_trainer, small_moe, random_tokens):
     # The negative control of the tests above: the same delay inside a training step does count.
     monitor = ThroughputMonitor(every_n_steps=2, warmup_steps=0)
@@ -81,6 +101,7 @@ def test_slow_training_steps_are_not_excluded(make_trainer, small_moe, random_to
     assert read(monitor)["step_seconds"] > EXCLUDED_S
 
 
+@pytest.mark.usefixtures("time_of_sleep")
 def test_first_steps_are_excluded(make_trainer, small_moe, random_tokens):
     monitor = ThroughputMonitor(every_n_steps=3, warmup_steps=2)
     make_trainer(monitor, max_steps=3).fit(small_moe(slow_steps=2), random_tokens())
@@ -97,6 +118,7 @@ def test_a_run_that_ends_inside_a_window_reports_the_part(make_trainer, small_mo
     assert float(rows[5]) == pytest.approx(monitor.latest["throughput/tokens_per_second"])
 
 
+@pytest.mark.usefixtures("time_of_sleep")
 def test_resume_starts_a_new_window_and_warms_up_again(make_trainer, small_moe, random_tokens, tmp_path):
     first = make_trainer(enable_checkpointing=True, max_steps=5)
     first.fit(small_moe(), random_tokens())

@@ -36,14 +36,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from multiprocess import WorkerError, Workers
-
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.checkpoint.sharded import Range, index_of, load
+from olmoe_lightning.tools.processes import WorkerError, Workers
 from olmoe_lightning.training import saver
 
 CONFIG = ModelConfig(

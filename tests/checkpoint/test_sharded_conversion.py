@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from multiprocess import Workers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
@@ -25,6 +24,7 @@ from olmoe_lightning.checkpoint.meta import META, new_meta, read_meta
 from olmoe_lightning.checkpoint.sharded import INDEX, Range
 from olmoe_lightning.cli import main
 from olmoe_lightning.data.tokenizer import BPETokenizer
+from olmoe_lightning.tools.processes import Workers
 
 # One that Hugging Face can express; experts of more than one process, and sizes that a chunk's does not divide.
 CONFIG = ModelConfig(

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import WorkerError
 
 from olmoe_lightning.kernels.memory import posix as posix_memory
 from olmoe_lightning.kernels.memory.posix import PosixMemory
 from olmoe_lightning.kernels.memory.symmetric import PeerError
 from olmoe_lightning.kernels.memory.virtual import VirtualRanks
+from olmoe_lightning.tools.processes import WorkerError
 
 
 @pytest.fixture(params=["words", "group"])

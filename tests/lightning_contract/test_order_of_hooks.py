@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from hook_trace import trace_run
-from multiprocess import WorkerError
 
 from olmoe_lightning import MoEStrategy
+from olmoe_lightning.tools.processes import WorkerError
 
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = ["fit", "validate", "resume", "failing_rank"]

@@ -8,9 +8,9 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.parallel.pipeline.stages import (
-    SCHEDULES,
+    PIPELINE_SCHEDULES,
     StageMap,
-    find_schedule,
+    find_pipeline_schedule,
     make_stage_map,
     split_layers,
     stage_costs,
@@ -21,7 +21,7 @@ MANY = 32  # microbatches that suit every schedule here; a multiple of all round
 
 
 def schedules_with(stages_per_rank):
-    for schedule in SCHEDULES.values():
+    for schedule in PIPELINE_SCHEDULES.values():
         if stages_per_rank == schedule.stages_per_rank or (
             stages_per_rank > schedule.stages_per_rank and not schedule.fixed_stages
         ):
@@ -74,7 +74,7 @@ def test_split_is_the_best_of_all_by_the_stated_rule(costs, ends):
         assert found == min(compositions(layers, parts), key=rank)
 
 
-def test_the_longer_stages_come_last_and_make_room_for_embedding_and_head():
+def test_the_longer_stages_come_last_and_leave_capacity_for_embedding_and_head():
     assert [len(owned) for owned in split_layers(10, 4)] == [2, 2, 3, 3]
     assert [len(owned) for owned in split_layers(16, 4, last_cost=3.0)] == [4, 5, 5, 2]
     assert [len(owned) for owned in split_layers(8, 2, first_cost=2.0)] == [3, 5]
@@ -92,9 +92,9 @@ def test_costs_of_dense_layers_and_the_head_move_the_cuts():
     assert sum(config.flops_per_layer(512)) + config.flops_of_head == config.flops_per_token(512)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_stages_are_where_pytorch_puts_them(schedule):
-    record = SCHEDULES[schedule]
+    record = PIPELINE_SCHEDULES[schedule]
     for ranks in (1, 2, 3, 4, 8):
         stages = make_stage_map(schedule, ranks, None, 16, ranks * 4)
         placed = generate_stage_to_rank_mapping(ranks, stages.num_stages, record.placement)
@@ -110,9 +110,9 @@ def test_a_v_gives_the_first_rank_both_ends():
     assert str(stages).splitlines()[1] == "rank 0 | stage 0: embedding, layers 0-1 | stage 5: layers 10-11, head"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_microbatches_and_stages_are_refused_exactly_where_the_real_class_refuses_them(schedule):
-    record = SCHEDULES[schedule]
+    record = PIPELINE_SCHEDULES[schedule]
     for ranks, per_rank, microbatches in itertools.product((1, 2, 3, 4), (2, 3), range(1, 14)):
         if record.fixed_stages and record.stages_per_rank == 1:
             per_rank = 1
@@ -191,5 +191,5 @@ def test_a_rank_or_stage_that_is_not_there_is_refused():
 
 
 def test_names_find_their_classes():
-    assert find_schedule("1f1b").torch_class().__name__ == "Schedule1F1B"
-    assert all(schedule.torch_class().__name__ == schedule.torch_name for schedule in SCHEDULES.values())
+    assert find_pipeline_schedule("1f1b").torch_class().__name__ == "Schedule1F1B"
+    assert all(schedule.torch_class().__name__ == schedule.torch_name for schedule in PIPELINE_SCHEDULES.values())

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES, make_stage_map
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES, find_pipeline_schedule, make_stage_map
 from olmoe_lightning.tools import timeline as timeline_module
 from olmoe_lightning.tools.timeline import Action, Durations, action_table, simulate, torch_action_table
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (8, 16)))
-WITH_TABLES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
+WITH_TABLES = [name for name, schedule in PIPELINE_SCHEDULES.items() if schedule.stages_per_rank > 1]
 
 
 def flat(row):
@@ -55,21 +55,22 @@ def run_for_real(schedule, microbatches, stages_per_rank=None):
         )
         one.log = log
         recorded.append(one)
-    made = stages.make_schedule(recorded, microbatches, lambda output, target: (output - target).square().sum())
+    found = find_pipeline_schedule(schedule)
+    made = found.build(recorded, microbatches, lambda output, target: (output - target).square().sum())
     x = torch.ones(2 * microbatches, 3)
     made.step(*((x,) if rank == 0 else ()), target=x if rank == stages.last_rank else None, return_outputs=False)
     return log
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_processes_run_what_the_table_says(schedule, workers):
-    per_rank = SCHEDULES[schedule].stages_per_rank
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
+def test_two_processes_run_what_the_table_has(schedule, workers):
+    per_rank = PIPELINE_SCHEDULES[schedule].stages_per_rank
     table = action_table(schedule, 2, per_rank, 6)
     assert workers(2).run(run_for_real, schedule, 6) == [flat(row) for row in table]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_four_processes_run_what_our_own_rows_say(schedule, workers):
+def test_four_processes_run_what_our_own_rows_have(schedule, workers):
     table = action_table(schedule, 4, 1, 5)
     assert workers(4).run(run_for_real, schedule, 5) == [flat(row) for row in table]
     assert flat(table[0]) != flat(table[1])  # the comparison has something to find
@@ -78,7 +79,7 @@ def test_four_processes_run_what_our_own_rows_say(schedule, workers):
 @pytest.mark.parametrize("schedule", WITH_TABLES)
 def test_pytorchs_tables_have_the_shape_that_we_read(schedule):
     """Fails when PyTorch moves what :func:`torch_action_table` looks at."""
-    per_rank = SCHEDULES[schedule].stages_per_rank
+    per_rank = PIPELINE_SCHEDULES[schedule].stages_per_rank
     table = torch_action_table(schedule, 4, per_rank, 8)
     stages = make_stage_map(schedule, 4, per_rank, 8, 8)
     for rank, row in enumerate(table):
@@ -87,9 +88,9 @@ def test_pytorchs_tables_have_the_shape_that_we_read(schedule):
         assert type(flat(row)[0].stage) is type(flat(row)[0].microbatch) is int
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_microbatch_passes_every_stage_once_in_a_possible_order(schedule):
-    record = SCHEDULES[schedule]
+    record = PIPELINE_SCHEDULES[schedule]
     for (ranks, microbatches), per_rank in itertools.product(SIZES, (1, 2, 3)):
         if per_rank < record.stages_per_rank or (record.fixed_stages and per_rank > record.stages_per_rank):
             continue
@@ -164,15 +165,15 @@ def test_splitting_the_backward_fills_most_of_the_bubble_at_the_memory_of_1f1b(r
 
 
 def test_one_rank_never_waits():
-    for name, schedule in SCHEDULES.items():
+    for name, schedule in PIPELINE_SCHEDULES.items():
         assert simulate(name, 1, schedule.stages_per_rank, 4).bubble == 0.0
 
 
-def test_the_dearest_stage_sets_the_pace():
+def test_the_bottleneck_stage_sets_the_pace():
     even = simulate("1f1b", 2, 1, 8)
     uneven = simulate("1f1b", 2, 1, 8, stage_costs=[1.0, 3.0])
     assert even.makespan == 27.0
-    # The dear stage takes 1.5 of a mean stage: one forward of the cheap one, 8 x 3 x 1.5, and its last backward.
+    # The bottleneck takes 1.5 of a mean stage: one forward of the cheap one, 8 x 3 x 1.5, and its last backward.
     assert uneven.makespan == pytest.approx(0.5 + 36.0 + 1.0)
     assert uneven.idle[1] < even.bubble < uneven.idle[0]
     assert simulate("1f1b", 2, 1, 8, stage_costs=[7.0, 7.0]) == even

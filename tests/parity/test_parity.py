@@ -2,7 +2,8 @@
 
 Bounds, relative to the largest magnitude of a group (``compare`` says how): sums over processes are taken in another
 order than sums in one process, which costs some units of 6e-8 per sum; three steps of AdamW bring about 1e-6 of it to
-the parameters. 2e-5 leaves room for other CPUs; the mistakes below are off by 1e-2 and more. In bf16 a unit is 4e-3.
+the parameters. 2e-5 leaves a margin for other CPUs; the mistakes below are off by 1e-2 and more. In bf16 a unit is
+4e-3.
 """
 
 import dataclasses
@@ -42,10 +43,10 @@ def alone():
 def run(workers):
     """Train a case on its processes."""
 
-    def train(case, sabotage=None):
+    def train(case, fault=None):
         if case.devices == 1:
-            return record(case, alone=True, sabotage=sabotage)
-        return workers(case.devices).run(record, case, sabotage=sabotage)[0]
+            return record(case, alone=True, fault=fault)
+        return workers(case.devices).run(record, case, fault=fault)[0]
 
     return train
 
@@ -136,7 +137,7 @@ def test_one_batch_of_one_rank_counts_no_token():
 
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"accumulate": 3}, {"accumulate": 2, "partial_window": True}])
 def test_one_process_equals_a_plain_loop(options, alone):
-    # The same sums in the same order: 1e-6 is room for one rounding of a division that is done in another place.
+    # The same sums in the same order: 1e-6 allows one rounding of a division that is done in another place.
     case = ParityCase(devices=1, **options)
     compared = ("train/loss", "gradient", "parameters", "optimizer: exp", "selection bias", "expert load")
     rows = [row for row in compare(plain_loop(case), alone(case), case.bound) if row.quantity.startswith(compared)]
@@ -204,7 +205,7 @@ def test_the_recorder_leaves_the_overlap_on(quiet_trainer):
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
 def test_expert_gradients_times_the_expert_ranks_are_found(mesh, alone, run):
     case = on(*mesh)
-    rows = compare(alone(case), run(case, sabotage="expert_scale"), case.bound)
+    rows = compare(alone(case), run(case, fault="expert_scale"), case.bound)
     worst = max(rows, key=lambda row: row.relative if row.quantity.startswith("gradient") else 0)
     assert worst.quantity == "gradients: experts"
     assert worst.relative == pytest.approx(1, abs=0.1)  # twice as large
@@ -213,19 +214,19 @@ def test_expert_gradients_times_the_expert_ranks_are_found(mesh, alone, run):
 
 def test_expert_gradients_times_the_expert_ranks_are_found_in_bf16_too(alone, run):
     case = on(1, 2, precision="bf16")
-    assert "gradients: experts" in deviating(compare(alone(case), run(case, sabotage="expert_scale"), case.bound))
+    assert "gradients: experts" in deviating(compare(alone(case), run(case, fault="expert_scale"), case.bound))
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_missing_reduction_is_found(sharded, alone, run):
     case = on(2, 1, shard_optimizer=sharded)
-    found = deviating(compare(alone(case), run(case, sabotage="missing_reduction"), case.bound))
+    found = deviating(compare(alone(case), run(case, fault="missing_reduction"), case.bound))
     assert {"gradients: router", "gradients: experts", "gradient norm", "parameters: head"} <= found
     assert ("replicas: dense weights" in found) == (not sharded)  # where each process updates all it has
 
 
 def test_a_mistake_without_effect_is_refused():
     with pytest.raises(ValueError, match=r"'expert_scale' .* expert_parallel \(1\)"):
-        run_parity(on(2, 1), sabotage="expert_scale")
+        run_parity(on(2, 1), fault="expert_scale")
     with pytest.raises(ValueError, match=r"'missing_reduction' .* devices \(1\)"):
-        run_parity(on(1, 1), sabotage="missing_reduction")
+        run_parity(on(1, 1), fault="missing_reduction")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from olmoe_lightning.model.stage import Stage
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES
 from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record
 from olmoe_lightning.tools.parity.record import LabModel
 
@@ -19,7 +19,7 @@ SPLITS = {2: [3, 5], 4: [1, 3, 2, 2], 8: [1] * 8}  # by the number of stages
 
 def on(schedule, pipeline, expert_replica, expert, **options):
     """A case on this mesh, with as few microbatches as the schedule runs with."""
-    stages = pipeline * SCHEDULES[schedule].stages_per_rank
+    stages = pipeline * PIPELINE_SCHEDULES[schedule].stages_per_rank
     return ParityCase(
         devices=pipeline * expert_replica * expert,
         pipeline_parallel=pipeline,
@@ -65,7 +65,7 @@ def usual(schedule, mesh, accumulate):
 
 MATRIX = [
     pytest.param(schedule, mesh, accumulate, marks=usual(schedule, mesh, accumulate))
-    for schedule in SCHEDULES
+    for schedule in PIPELINE_SCHEDULES
     for mesh in MESHES
     for accumulate in (1, 2)
 ]
@@ -77,7 +77,7 @@ def test_every_schedule_on_every_mesh_equals_one_process(alone, workers, schedul
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_schedule_on_eight_processes_equals_one(alone, workers, schedule):
     check(on(schedule, 2, 2, 2, accumulate=2, clip=0.5), alone, workers)
 

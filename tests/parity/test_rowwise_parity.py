@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES
 from olmoe_lightning.plugins import RowwiseComm
 from olmoe_lightning.tools.parity import ParityCase, compare, format_table, record
 from olmoe_lightning.tools.parity.record import LabModel
@@ -40,7 +40,7 @@ def on(expert_replica, expert, **options):
 
 
 def in_a_pipeline(schedule, expert_replica=1, **options):
-    stages = 2 * SCHEDULES[schedule].stages_per_rank
+    stages = 2 * PIPELINE_SCHEDULES[schedule].stages_per_rank
     return ParityCase(
         devices=4 * expert_replica,
         pipeline_parallel=2,
@@ -82,13 +82,13 @@ def test_recompute_equals_one_process(mesh, recompute, alone, workers):
     check(on(*mesh, recompute=recompute, accumulate=2), alone, workers)
 
 
-@pytest.mark.parametrize("schedule", by_default(SCHEDULES, "1f1b", "zbv_zero_bubble"))
+@pytest.mark.parametrize("schedule", by_default(PIPELINE_SCHEDULES, "1f1b", "zbv_zero_bubble"))
 def test_every_schedule_equals_one_process(schedule, alone, workers):
     check(in_a_pipeline(schedule), alone, workers)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("recompute", ["block", "experts"])
 def test_every_schedule_with_recompute_equals_one_process(schedule, recompute, alone, workers):
     check(in_a_pipeline(schedule, recompute=recompute, accumulate=2), alone, workers)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.model import Transformer
 from olmoe_lightning.model.generation import GenerationConfig
-from olmoe_lightning.parallel.pipeline.stages import SCHEDULES, make_stage_map
+from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES, make_stage_map
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -76,7 +76,7 @@ def evaluate(make_strategy, schedule, devices):
     return metrics, validated, tested, flags
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_losses_of_every_loop_are_those_of_one_process_on_all_ranks(workers, schedule):
     metrics, validated, tested, _ = evaluate(False, schedule, 1)
     for rank in workers(2).run(evaluate, True, schedule, 2):
@@ -97,7 +97,7 @@ def predict_in_a_pipeline(schedule, fit):
     return predict(lambda: strategy(schedule), 2, fit)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("fit", [True, False], ids=["after fit", "alone"])
 def test_predict_writes_on_every_rank_what_one_process_writes(workers, schedule, fit):
     alone = predict(None, 1, fit)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.mesh import Axis
-from olmoe_lightning.parallel.pipeline.stages import StageMap, find_schedule
+from olmoe_lightning.parallel.pipeline.stages import StageMap, find_pipeline_schedule
 
 Sums = dict[str, Tensor]
 """Sums over what a microbatch holds, fp32 or fp64 []; those of several microbatches add up."""
@@ -226,10 +226,8 @@ class PipelineRunner:
                 )
                 for stage, module in self.modules.items()
             ]
-            schedule = find_schedule(self.stages.schedule)
-            # Single-stage classes take a stage, the others a list. Losses are sums: nothing is to be divided.
-            several: Any = stages if schedule.stages_per_rank > 1 else stages[0]
-            self._schedules[key] = schedule.torch_class()(several, count, loss_fn=self._loss, scale_grads=False)
+            found = find_pipeline_schedule(self.stages.schedule)
+            self._schedules[key] = found.build(stages, count, self._loss)  # losses are sums: nothing is to be divided
         return self._schedules[key]
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:

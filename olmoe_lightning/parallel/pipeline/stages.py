@@ -20,7 +20,7 @@ MicrobatchRule = Literal["any", "stages", "rounds"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One schedule of ``torch.distributed.pipelining`` and its conditions; a test holds them against the real class."""
 
     name: str
@@ -42,6 +42,17 @@ class Schedule:
 
         return getattr(pipelining, self.torch_name)
 
+    def build(self, stages: Sequence[Any], num_microbatches: int, loss: Callable[..., Any]) -> Any:
+        """PyTorch's schedule over the stages of one rank. Gradients of microbatches add up, they are not averaged.
+
+        Args:
+            stages: this rank's ``PipelineStage`` objects, ascending.
+            num_microbatches: M.
+            loss: of the last stage's output and its part of the target.
+        """
+        several = self.stages_per_rank > 1  # such classes take a list, the others a stage
+        return self.torch_class()(stages if several else stages[0], num_microbatches, loss_fn=loss, scale_grads=False)
+
     def accepts(self, pipeline_size: int, stages_per_rank: int, num_microbatches: int) -> bool:
         """Whether M microbatches can run on P x V stages."""
         if self.microbatches == "stages":
@@ -54,7 +65,7 @@ class Schedule:
         """Refuse numbers with which the schedule cannot run.
 
         Raises:
-            ValueError: says which, and what would do.
+            ValueError: names the number, and what it could be.
         """
         for name, value in (
             ("pipeline_parallel_size", pipeline_size),
@@ -88,32 +99,32 @@ class Schedule:
         )
 
 
-SCHEDULES: dict[str, Schedule] = {
+PIPELINE_SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", "ScheduleGPipe", "loop", 1, True, False, "any"),
-        Schedule("1f1b", "Schedule1F1B", "loop", 1, True, False, "stages"),
-        Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", "loop", 2, False, False, "rounds"),
-        Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", "loop", 2, False, True, "rounds"),
-        Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", "v", 2, True, True, "any"),
-        Schedule("dualpipev", "ScheduleDualPipeV", "v", 2, True, True, "stages"),
+        PipelineSchedule("gpipe", "ScheduleGPipe", "loop", 1, True, False, "any"),
+        PipelineSchedule("1f1b", "Schedule1F1B", "loop", 1, True, False, "stages"),
+        PipelineSchedule("interleaved_1f1b", "ScheduleInterleaved1F1B", "loop", 2, False, False, "rounds"),
+        PipelineSchedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", "loop", 2, False, True, "rounds"),
+        PipelineSchedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", "v", 2, True, True, "any"),
+        PipelineSchedule("dualpipev", "ScheduleDualPipeV", "v", 2, True, True, "stages"),
     )
 }
 """Every schedule that trains, by the name that users give."""
 
 
-def find_schedule(name: str) -> Schedule:
+def find_pipeline_schedule(name: str) -> PipelineSchedule:
     """The schedule of a name.
 
     Raises:
         ValueError: there is none; the message has the closest name and all of them.
     """
-    if name not in SCHEDULES:
-        begun = [known for known in SCHEDULES if name and known.startswith(name.lower())]
-        close = begun or difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+    if name not in PIPELINE_SCHEDULES:
+        begun = [known for known in PIPELINE_SCHEDULES if name and known.startswith(name.lower())]
+        close = begun or difflib.get_close_matches(name.lower(), PIPELINE_SCHEDULES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"unknown schedule {name!r}{hint}; the schedules are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+        raise UserError(f"unknown schedule {name!r}{hint}; the schedules are {', '.join(PIPELINE_SCHEDULES)}")
+    return PIPELINE_SCHEDULES[name]
 
 
 @dataclass(frozen=True)
@@ -177,7 +188,7 @@ class StageMap:
         if not 0 <= stage < self.num_stages:
             raise UserError(f"there is no stage {stage}; there are {self.num_stages}")
         turn, position = divmod(stage, self.pipeline_size)
-        backwards = SCHEDULES[self.schedule].placement == "v" and turn % 2 == 1
+        backwards = PIPELINE_SCHEDULES[self.schedule].placement == "v" and turn % 2 == 1
         return self.pipeline_size - 1 - position if backwards else position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -193,21 +204,6 @@ class StageMap:
     def layers_of(self, rank: int) -> tuple[int, ...]:
         """Global indices of all layers of a pipeline rank, ascending."""
         return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[stage])
-
-    def make_schedule(self, stages: Sequence[Any], num_microbatches: int, loss: Callable[..., Any] | None) -> Any:
-        """PyTorch's schedule over the stages of one rank. Gradients of microbatches add up, they are not averaged.
-
-        Args:
-            stages: this rank's ``PipelineStage`` objects, in the order of :meth:`stages_of`.
-            num_microbatches: M.
-            loss: of the last stage's output and its part of the target.
-        """
-        found = SCHEDULES[self.schedule]
-        found.check(self.pipeline_size, self.stages_per_rank, num_microbatches)
-        several = not (found.fixed_stages and found.stages_per_rank == 1)
-        return found.torch_class()(
-            list(stages) if several else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
-        )
 
     def __str__(self) -> str:
         """One line per rank, for people."""
@@ -247,7 +243,7 @@ def make_stage_map(
     """The stage map of a run, checked against all that its schedule demands.
 
     Args:
-        schedule: a name in :data:`SCHEDULES`.
+        schedule: a name in :data:`PIPELINE_SCHEDULES`.
         pipeline_size: P.
         stages_per_rank: V; ``None`` for the schedule's default.
         num_layers: L.
@@ -261,7 +257,7 @@ def make_stage_map(
         ValueError: unknown schedule; V or M that it cannot run with; fewer layers than stages; costs or a split that
             do not fit. The message has the numbers.
     """
-    found = find_schedule(schedule)
+    found = find_pipeline_schedule(schedule)
     per_rank = found.stages_per_rank if stages_per_rank is None else stages_per_rank
     found.check(pipeline_size, per_rank, num_microbatches)
     stages = pipeline_size * per_rank
@@ -292,12 +288,12 @@ def split_layers(
     first_cost: float = 0.0,
     last_cost: float = 0.0,
 ) -> tuple[range, ...]:
-    """Cut the layers into contiguous stages of at least one layer, so that the dearest stage is as cheap as possible.
+    """Cut the layers into contiguous stages of at least one layer, so that the bottleneck is as cheap as possible.
 
-    The dearest stage sets the pace of the pipeline. Among the splits with the same dearest stage, the most even one is
-    taken (the smallest sum of squared costs), and among those the one whose earlier stages have fewer layers, because
-    they keep the activations of the most microbatches. Costs are compared exactly, so that the answer is the same
-    everywhere.
+    The bottleneck, the most expensive stage, sets the pace of the pipeline. Among the splits with the same one, the
+    most even is taken (the smallest sum of squared costs), and among those the one whose earlier stages have fewer
+    layers, because they keep the activations of the most microbatches. Costs are compared exactly, so that the answer
+    is the same everywhere.
 
     Args:
         num_layers: L.
@@ -325,9 +321,9 @@ def split_layers(
         ends = (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)
         return before[end] - before[start] + ends
 
-    dearest = _best_ends(num_layers, num_stages, lambda *stage, rest: max(cost(*stage), rest or 0))[0]
-    assert dearest is not None
-    limit = dearest
+    bottleneck = _best_ends(num_layers, num_stages, lambda *stage, rest: max(cost(*stage), rest or 0))[0]
+    assert bottleneck is not None
+    limit = bottleneck  # not optional in the closure
 
     def squares(stage: int, start: int, end: int, rest: int | None) -> int | None:
         own = cost(stage, start, end)

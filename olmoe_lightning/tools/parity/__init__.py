@@ -2,16 +2,16 @@
 
 from olmoe_lightning.tools.parity.case import ParityCase
 from olmoe_lightning.tools.parity.compare import Row, compare, format_table
+from olmoe_lightning.tools.parity.fault_injection import Fault
 from olmoe_lightning.tools.parity.record import RunRecord, StepRecord, record
 from olmoe_lightning.tools.parity.run import ParityError, run_parity
-from olmoe_lightning.tools.parity.sabotage import Sabotage
 
 __all__ = [
+    "Fault",
     "ParityCase",
     "ParityError",
     "Row",
     "RunRecord",
-    "Sabotage",
     "StepRecord",
     "compare",
     "format_table",

@@ -43,7 +43,7 @@ class ParityCase:
         accumulate: batches per process and optimizer step.
         clip: norm to which the global gradient is clipped; ``None`` for no clipping.
         precision: ``fp32``, or ``bf16`` for bfloat16 weights with fp32 masters.
-        comm: name of the comm plugin of the topology, or a pattern of it; one process needs none.
+        comm: name of the comm plugin of the topology, or a prototype of it; one process needs none.
         shard_optimizer: each process updates its part; ``False`` is plain data parallelism.
         steps: optimizer steps.
         uneven: microbatches of 1 to 3 rows, labels that do not count, and in the second step a data rank that has no

@@ -29,7 +29,7 @@ from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 from olmoe_lightning.plugins.precision.bf16 import BF16Precision
 from olmoe_lightning.strategy import MoEStrategy
 from olmoe_lightning.tools.parity.case import ParityCase
-from olmoe_lightning.tools.parity.sabotage import Sabotage, Saboteur
+from olmoe_lightning.tools.parity.fault_injection import Fault, FaultInjection
 
 LEARNING_RATE = 1e-2
 EPS = 1e-3
@@ -87,7 +87,7 @@ class RunRecord:
     ranks: list[RankRecord] = field(default_factory=list)
     """All processes."""
     drops: dict[str, Tensor] = field(default_factory=dict)
-    """What the comm plugin had no room for, all processes and steps together; empty where nothing can be dropped."""
+    """What the comm plugin dropped in all processes and steps together; empty where nothing can be dropped."""
 
 
 class LabModel(OLMoE):
@@ -127,7 +127,7 @@ class Recorder(Callback):
     It reads gradients and masters, never the weights that may still be on their way between two steps.
 
     Args:
-        case: says how many tokens each microbatch has.
+        case: knows how many tokens each microbatch has.
         together: microbatches that are processed for one batch of the Trainer, by all processes.
     """
 
@@ -223,7 +223,7 @@ def _strategy_of(trainer: Trainer) -> tuple[MoEStrategy, ShardedOptimizer]:
 
 
 def record(
-    case: ParityCase, alone: bool = False, sabotage: Sabotage | None = None, model: type[LabModel] = LabModel
+    case: ParityCase, alone: bool = False, fault: Fault | None = None, model: type[LabModel] = LabModel
 ) -> RunRecord | None:
     """Train a case.
 
@@ -231,14 +231,14 @@ def record(
         case: what to train.
         alone: in this process, with as many accumulated microbatches as the topology's processes compute together.
             Otherwise it is called in each of ``case.devices`` processes, with the environment that torchrun gives.
-        sabotage: make this mistake.
+        fault: make this mistake.
         model: what to train.
 
     Returns:
         The record; ``None`` on all processes but the first.
 
     Raises:
-        ValueError: the sabotage would be without effect on this topology.
+        ValueError: the fault would be without effect on this topology.
     """
     data_ranks = 1 if alone else case.mesh.data
     together = 1 if alone else case.parts
@@ -261,7 +261,7 @@ def record(
         devices=1 if alone else case.devices,
         strategy=strategy,
         plugins=[environment, *([BF16Precision()] if case.precision == "bf16" else [])],
-        callbacks=[recorder, *([Saboteur(case, sabotage)] if sabotage else [])],
+        callbacks=[recorder, *([FaultInjection(case, fault)] if fault else [])],
         max_steps=case.steps,
         max_epochs=-1,
         accumulate_grad_batches=case.accumulate * case.parts if alone else case.accumulate,

@@ -5,12 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import WorkerError
 
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.parallel import collectives as real
 from olmoe_lightning.plugins.comm import AllToAllComm, CommSpec, LocalComm
 from olmoe_lightning.plugins.comm import all_to_all as module
+from olmoe_lightning.tools.processes import WorkerError
 
 CPU = torch.device("cpu")
 

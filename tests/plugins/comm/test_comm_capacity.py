@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import WorkerError
 
 from olmoe_lightning import ModelConfig
 from olmoe_lightning.kernels import expert_mlp
@@ -18,6 +17,7 @@ from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 from olmoe_lightning.plugins.comm.capacity import Admitted, admit
 from olmoe_lightning.plugins.comm.conformance import ConformanceError, check_comm_plugin
+from olmoe_lightning.tools.processes import WorkerError
 
 CPU = torch.device("cpu")
 EXPERTS, SIZE, K = 8, 2, 2

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import WorkerError
 
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import AllToAllComm, LocalComm, RowwiseComm
@@ -16,6 +15,7 @@ from olmoe_lightning.plugins.comm.conformance import (
     main,
     run_conformance,
 )
+from olmoe_lightning.tools.processes import WorkerError
 
 ONE = Axis("expert", (0,), 0)
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import WorkerError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from olmoe_lightning.kernels.memory.virtual import VirtualRanks
 from olmoe_lightning.parallel import Axis
 from olmoe_lightning.plugins.comm import CommSpec, RowwiseComm
 from olmoe_lightning.plugins.comm.leases import LeaseError
+from olmoe_lightning.tools.processes import WorkerError
 
 CPU = torch.device("cpu")
 ONE = Axis("expert", (0,), 0)

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from multiprocess import WorkerError
+
+from olmoe_lightning.tools import processes
+from olmoe_lightning.tools.processes import GROUP_TIMEOUT, WorkerError
 
 
 def rank_and_sum(offset, scale=1):
@@ -92,7 +94,7 @@ def test_the_traceback_of_the_rank_that_raises_is_shown_first(workers, others_wa
     assert "in one_raises" in text
     assert "ValueError: no rows for expert 7" in text
     assert ("rank 0 failed after it" in text) == others_wait
-    assert time.monotonic() - start < 5  # far less than the process group's timeout
+    assert time.monotonic() - start < GROUP_TIMEOUT.total_seconds() / 2  # not by the group's timeout
     assert workers(2).pids == []
 
 
@@ -115,20 +117,24 @@ def test_a_function_may_end_the_process_group(workers):
 
 def test_workers_end_with_the_process_that_started_them():
     code = (
-        "import os, sys, multiprocess\n"
+        "import os\n"
+        "from processes import Workers\n"  # without the package, which takes seconds to import
         "if __name__ == '__main__':\n"
-        "    multiprocess.PRELOAD[:] = ['torch']\n"
-        "    pool = multiprocess.Workers(2)\n"
+        "    pool = Workers(2, preload=['torch'])\n"
         "    pool.run(os.getpid)\n"
         "    print(*pool.pids, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=Path(processes.__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
     )
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 2
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

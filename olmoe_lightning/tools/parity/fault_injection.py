@@ -13,27 +13,27 @@ from olmoe_lightning.parallel.buffers import Bucket
 from olmoe_lightning.strategy import MoEStrategy
 from olmoe_lightning.tools.parity.case import ParityCase
 
-Sabotage = Literal["expert_scale", "missing_reduction"]
+Fault = Literal["expert_scale", "missing_reduction"]
 
 
-def check_sabotage(case: ParityCase, sabotage: Sabotage) -> None:
+def check_fault(case: ParityCase, fault: Fault) -> None:
     """Refuse a mistake that would be none.
 
     Raises:
         ValueError: what the topology needs.
     """
-    if sabotage == "expert_scale" and case.expert_parallel == 1:
+    if fault == "expert_scale" and case.expert_parallel == 1:
         raise UserError("'expert_scale' breaks nothing with expert_parallel (1): it multiplies by that; take 2")
-    if sabotage == "missing_reduction" and case.devices == 1:
-        raise UserError("'missing_reduction' breaks nothing with devices (1): there is nobody to sum over; take 2")
+    if fault == "missing_reduction" and case.devices == 1:
+        raise UserError("'missing_reduction' breaks nothing with devices (1): there is nothing to reduce; take 2")
 
 
-class Saboteur(Callback):
+class FaultInjection(Callback):
     """Makes one mistake while training.
 
     Args:
         case: the topology.
-        sabotage: ``expert_scale`` multiplies the experts' gradients by the number of expert-parallel ranks, as
+        fault: ``expert_scale`` multiplies the experts' gradients by the number of expert-parallel ranks, as
             averaging them over their replicas instead of over all data ranks does; ``missing_reduction`` leaves out the
             sum of gradients over the processes that hold the same parameters.
 
@@ -41,13 +41,10 @@ class Saboteur(Callback):
         ValueError: on this topology the mistake would be none.
     """
 
-    def __init__(self, case: ParityCase, sabotage: Sabotage) -> None:
-        if sabotage == "expert_scale" and case.expert_parallel == 1:
-            raise UserError(f"'expert_scale' breaks nothing with expert_parallel (1) on {case.devices} devices; take 2")
-        if sabotage == "missing_reduction" and case.devices == 1:
-            raise UserError("'missing_reduction' breaks nothing with devices (1): nothing is reduced; take 2")
+    def __init__(self, case: ParityCase, fault: Fault) -> None:
+        check_fault(case, fault)
         self.case = case
-        self.sabotage = sabotage
+        self.fault = fault
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,16 +52,16 @@ class Saboteur(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, MoEStrategy)
         assert strategy.sharded is not None
-        if self.sabotage == "expert_scale":
+        if self.fault == "expert_scale":
             for _, parameter, _ in strategy.sharded.parameters:
                 if strategy.sharded.ownership.is_expert(parameter):
                     parameter.register_hook(lambda gradient: gradient * self.case.expert_parallel)
         else:
             for bucket in strategy.sharded.buckets:
-                bucket.launch = partial(_keep_to_oneself, bucket)  # type: ignore[method-assign]
+                bucket.launch = partial(_leave_out_reduction, bucket)  # type: ignore[method-assign]
 
 
-def _keep_to_oneself(bucket: Bucket) -> None:
+def _leave_out_reduction(bucket: Bucket) -> None:
     bucket.launched = True
     for written, view in zip(bucket.written, bucket.grad_views, strict=True):
         if not written:

@@ -33,7 +33,7 @@ from olmoe_lightning.parallel import Mesh
 from olmoe_lightning.parallel.pipeline.runner import Sums
 from olmoe_lightning.strategy import MoEStrategy
 from olmoe_lightning.training.experts import expert_parameters
-from olmoe_lightning.training.lr_schedule import Schedule, make_schedule
+from olmoe_lightning.training.lr_schedule import LRSchedule, make_lr_schedule
 from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.training.network import build_network
 from olmoe_lightning.training.objective import Objective, mean_output
@@ -87,7 +87,7 @@ class OLMoE(LightningModule):
         eps: float = 1e-8,
         decay_all: bool = False,
         expert_lr_multiplier: float = 1.0,
-        schedule: Schedule = "cosine",
+        schedule: LRSchedule = "cosine",
         warmup_steps: int = 0,
         warmup_tokens: int = 0,
         schedule_steps: int | None = None,
@@ -120,7 +120,7 @@ class OLMoE(LightningModule):
         if not all(0 <= beta < 1 for beta in betas):
             raise UserError(f"betas ({betas[0]}, {betas[1]}) must lie in [0, 1)")
         # The other numbers of the schedule are checked before the first step waits for data.
-        make_schedule(schedule, 0, schedule_steps or 1, min_lr_ratio, decay_fraction)
+        make_lr_schedule(schedule, 0, schedule_steps or 1, min_lr_ratio, decay_fraction)
         self.config = _resolve(config, overrides)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -128,7 +128,7 @@ class OLMoE(LightningModule):
         self.eps = eps
         self.decay_all = decay_all
         self.expert_lr_multiplier = expert_lr_multiplier
-        self.schedule: Schedule = schedule
+        self.schedule: LRSchedule = schedule
         self.warmup_steps = warmup_steps
         self.warmup_tokens = warmup_tokens
         self.schedule_steps = schedule_steps
@@ -392,10 +392,10 @@ class OLMoE(LightningModule):
             # Lightning refuses to clip under mixed precision with a fused optimizer.
             fused=not isinstance(self.trainer.precision_plugin, MixedPrecision),
         )
-        scheduler = LambdaLR(optimizer, self._schedule())
+        scheduler = LambdaLR(optimizer, self._lr_schedule())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _schedule(self) -> Callable[[int], float]:
+    def _lr_schedule(self) -> Callable[[int], float]:
         total = self.schedule_steps
         if total is None and self.trainer.max_steps > 0:
             total = self.trainer.max_steps
@@ -406,7 +406,7 @@ class OLMoE(LightningModule):
         warmup = self._warmup_steps()
         if self.trainer.fast_dev_run and total is not None:  # type: ignore[attr-defined]
             total = max(total, warmup)  # a trial of a few steps is no reason to refuse the warm-up of the real run
-        return make_schedule(self.schedule, warmup, total, self.min_lr_ratio, self.decay_fraction)
+        return make_lr_schedule(self.schedule, warmup, total, self.min_lr_ratio, self.decay_fraction)
 
     def _warmup_steps(self) -> int:
         if not self.warmup_tokens:

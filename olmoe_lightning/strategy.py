@@ -666,8 +666,8 @@ class MoEStrategy(ParallelStrategy):
         updated = dict.fromkeys(self._module.parameters(), 0)
         if self.sharded is not None:
             for _, parameter, number in self.sharded.parameters:
-                piece = self.sharded.pieces.get(number)
-                updated[parameter] = piece.stop - piece.start if piece is not None else 0
+                shard = self.sharded.shards.get(number)
+                updated[parameter] = shard.stop - shard.start if shard is not None else 0
         return self.ownership().describe(updated)
 
     def wait_for_weights(self) -> None:

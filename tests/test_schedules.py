@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from olmoe_lightning.training.lr_schedule import make_schedule
+from olmoe_lightning.training.lr_schedule import make_lr_schedule
 
 
 def values(*arguments, steps):
-    factor = make_schedule(*arguments)
+    factor = make_lr_schedule(*arguments)
     return [factor(step) for step in range(steps)]
 
 
@@ -18,7 +18,7 @@ def test_warmup_is_linear_and_starts_above_zero():
 
 
 def test_cosine_falls_from_one_to_the_ratio_and_stays_there():
-    factor = make_schedule("cosine", 10, 110, 0.1, 0.2)
+    factor = make_lr_schedule("cosine", 10, 110, 0.1, 0.2)
     assert factor(10) == 1.0
     assert factor(60) == pytest.approx(0.55)  # half way
     assert factor(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
@@ -26,14 +26,14 @@ def test_cosine_falls_from_one_to_the_ratio_and_stays_there():
 
 
 def test_wsd_stays_at_one_and_falls_linearly_over_its_last_part():
-    factor = make_schedule("wsd", 10, 100, 0.2, 0.25)
+    factor = make_lr_schedule("wsd", 10, 100, 0.2, 0.25)
     assert {factor(step) for step in range(10, 76)} == {1.0}
     assert factor(87) == pytest.approx(1 - 0.8 * 12 / 25)
     assert factor(100) == factor(1000) == pytest.approx(0.2)
 
 
 def test_wsd_decay_never_reaches_into_the_warmup():
-    factor = make_schedule("wsd", 50, 100, 0.0, 0.9)
+    factor = make_lr_schedule("wsd", 50, 100, 0.0, 0.9)
     assert factor(49) == 1.0
     assert factor(75) == pytest.approx(0.5)
 
@@ -61,4 +61,4 @@ def test_a_run_of_warmup_alone_is_possible(kind):
 )
 def test_wrong_numbers_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_schedule(*arguments)
+        make_lr_schedule(*arguments)

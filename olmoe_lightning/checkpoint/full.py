@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.buffers import Bucket, Piece
+from olmoe_lightning.parallel.buffers import Bucket, Shard
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.ownership import Ownership
@@ -49,13 +49,13 @@ def local_experts(full: Tensor, axis: Axis, experts: int) -> Tensor:
 
 
 def full_values(
-    sharded: ShardedOptimizer, value: Callable[[Piece], Tensor | None]
+    sharded: ShardedOptimizer, value: Callable[[Shard], Tensor | None]
 ) -> Iterator[tuple[str, int, Tensor | None]]:
     """Put together what each process has of every parameter; collective.
 
     Args:
-        sharded: the optimizer whose pieces are meant.
-        value: a tensor like the master of a piece, fp32; ``None`` stands for zeros.
+        sharded: the optimizer whose shards are meant.
+        value: a tensor like the master of a shard, fp32; ``None`` stands for zeros.
 
     Yields:
         Name and number of the parameter, and on rank 0 its whole value on the CPU (``None`` on the others).
@@ -66,11 +66,11 @@ def full_values(
         if isinstance(group, Bucket):
             flat = torch.zeros(group.weights.numel(), dtype=torch.float32, device=group.weights.device)
             starts = {named.number: start for named, start in zip(group.parameters, group.starts, strict=True)}
-            for piece in group.pieces:
-                part = value(piece)
+            for shard in group.shards:
+                part = value(shard)
                 if part is not None:
-                    begin = starts[piece.number]
-                    flat[begin + piece.start : begin + piece.stop] = part.reshape(-1).to(flat)
+                    begin = starts[shard.number]
+                    flat[begin + shard.start : begin + shard.stop] = part.reshape(-1).to(flat)
             if group.sharded:
                 all_gather(group.axis, flat).wait()
         for position, (name, parameter, index) in enumerate(group.parameters):
@@ -79,7 +79,7 @@ def full_values(
                 start = group.starts[position]
                 local = flat[start : start + parameter.numel()].view(parameter.shape)
             else:
-                part = value(sharded.pieces[index])
+                part = value(sharded.shards[index])
                 local = torch.zeros_like(parameter) if part is None else part.reshape(parameter.shape).to(parameter)
             whole = (
                 gather_experts(local.detach(), mesh.expert)
@@ -136,13 +136,13 @@ def local_state_dict(ownership: Ownership, state: Mapping[str, Any]) -> dict[str
 
 def full_masters(sharded: ShardedOptimizer) -> dict[str, Tensor]:
     """fp32 values of all trained parameters by name; on rank 0, empty elsewhere; collective."""
-    values = full_values(sharded, lambda piece: piece.master.detach())
+    values = full_values(sharded, lambda shard: shard.master.detach())
     return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
 
 
 def full_gradients(sharded: ShardedOptimizer) -> dict[str, Tensor]:
     """The gradients that the optimizer is about to use, by name; on rank 0, empty elsewhere; collective."""
-    values = full_values(sharded, lambda piece: piece.master.grad)
+    values = full_values(sharded, lambda shard: shard.master.grad)
     return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
 
 
@@ -216,15 +216,15 @@ def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter by its name; on rank 0, empty elsewhere; collective."""
     optimizer = sharded.optimizer
     mine: dict[int, dict[str, Any]] = {
-        index: optimizer.state[piece.master]
-        for index, piece in sharded.pieces.items()
-        if piece.master in optimizer.state
+        index: optimizer.state[shard.master]
+        for index, shard in sharded.shards.items()
+        if shard.master in optimizer.state
     }
     kinds: dict[str, str] = {}
     for index, state in mine.items():
         for key, item in state.items():
             if kinds.get(key) != "tensor":
-                kinds[key] = _kind(item, sharded.pieces[index])
+                kinds[key] = _kind(item, sharded.shards[index])
     everyones = sharded.mesh.world.all_gather_objects(kinds)
     kinds = dict(sorted((pair for each in everyones for pair in each.items()), key=lambda pair: pair[1] == "tensor"))
 
@@ -238,8 +238,8 @@ def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     for key in sorted(kinds):
         if kinds[key] == "tensor":
 
-            def entry(piece: Piece, key: str = key) -> Tensor | None:
-                return mine.get(piece.number, {}).get(key)
+            def entry(shard: Shard, key: str = key) -> Tensor | None:
+                return mine.get(shard.number, {}).get(key)
 
             for _, index, whole in full_values(sharded, entry):
                 if whole is not None and index in states:
@@ -273,10 +273,10 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
         state_by_name[name] = entries
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for name, parameter, index in sharded.parameters:
-        piece = sharded.pieces.get(index)
-        if piece is not None and name in state_by_name:
+        shard = sharded.shards.get(index)
+        if shard is not None and name in state_by_name:
             entries = state_by_name[name]
-            state[piece.master] = {key: _slice(item, parameter, piece, sharded) for key, item in entries.items()}
+            state[shard.master] = {key: _slice(item, parameter, shard, sharded) for key, item in entries.items()}
     sharded.load_state(state, group_options(sharded, saved["param_groups"]))
 
 
@@ -316,17 +316,17 @@ def group_options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> lis
 def load_masters(sharded: ShardedOptimizer, values: Mapping[str, Tensor]) -> None:
     """Set the fp32 masters from local fp32 values by parameter name; the weights are not touched."""
     for name, parameter, index in sharded.parameters:
-        piece = sharded.pieces.get(index)
-        if piece is not None and name in values and parameter.dtype != torch.float32:
-            flat = values[name].reshape(-1)[piece.start : piece.stop]
-            piece.master.data.copy_(flat.view(piece.master.shape))
+        shard = sharded.shards.get(index)
+        if shard is not None and name in values and parameter.dtype != torch.float32:
+            flat = values[name].reshape(-1)[shard.start : shard.stop]
+            shard.master.data.copy_(flat.view(shard.master.shape))
 
 
-def _kind(item: Any, piece: Piece) -> str:
+def _kind(item: Any, shard: Shard) -> str:
     if not isinstance(item, Tensor):
         return "number"
     # What belongs to a parameter without dimensions looks like a step counter; a larger parameter tells them apart.
-    return "tensor" if item.ndim and item.shape == piece.master.shape else "scalar"
+    return "tensor" if item.ndim and item.shape == shard.master.shape else "scalar"
 
 
 def _reduce_max(values: Tensor, mesh: Mesh) -> None:
@@ -339,7 +339,7 @@ def _on_cuda(mesh: Mesh) -> bool:
     return mesh.world.size > 1 and dist.get_backend(mesh.world.group) == "nccl"
 
 
-def _slice(item: Any, parameter: nn.Parameter, piece: Piece, sharded: ShardedOptimizer) -> Any:
+def _slice(item: Any, parameter: nn.Parameter, shard: Shard, sharded: ShardedOptimizer) -> Any:
     if (
         not isinstance(item, Tensor)
         or not item.ndim
@@ -349,4 +349,4 @@ def _slice(item: Any, parameter: nn.Parameter, piece: Piece, sharded: ShardedOpt
         return item
     if sharded.ownership.is_expert(parameter):
         item = local_experts(item, sharded.mesh.expert, parameter.shape[0])
-    return item.reshape(-1)[piece.start : piece.stop].view(piece.master.shape).clone()
+    return item.reshape(-1)[shard.start : shard.stop].view(shard.master.shape).clone()

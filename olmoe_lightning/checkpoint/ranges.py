@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from olmoe_lightning.checkpoint.meta import MODEL
 from olmoe_lightning.checkpoint.sharded import Range
-from olmoe_lightning.parallel.buffers import Bucket, Piece
+from olmoe_lightning.parallel.buffers import Bucket, Shard
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
@@ -40,7 +40,7 @@ class TrainingState:
         """What this process writes of the model: fp32 masters of what is trained, the rest as it is."""
         # After the run the parameters are on their own: the masters' values, or what was put there since.
         over = self.sharded is not None and self.sharded.closed
-        found = self._pieces_to_write(MODEL, lambda piece, parameter: _own_values(piece, parameter, over))
+        found = self._shards_to_write(MODEL, lambda shard, parameter: _own_values(shard, parameter, over))
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
                 whole = _flat(value.detach())
@@ -70,10 +70,10 @@ class TrainingState:
 
         for _, parameter, index in self.sharded.parameters:
             name = self.ownership.name(parameter)
-            piece = self.sharded.pieces.get(index)
-            for key, item in state.get(piece.master, {}).items() if piece is not None else ():
-                assert piece is not None
-                if is_range(item, piece.master):
+            shard = self.sharded.shards.get(index)
+            for key, item in state.get(shard.master, {}).items() if shard is not None else ():
+                assert shard is not None
+                if is_range(item, shard.master):
                     keys[key] = None
                     continue
                 if (
@@ -86,28 +86,28 @@ class TrainingState:
                 scalars.setdefault(name, {})[key] = kept(item)
         for key in keys:
 
-            def entry(piece: Piece, parameter: nn.Parameter, key: str = key) -> Tensor | None:
-                item = state.get(piece.master, {}).get(key)
-                return _flat(item) if item is not None and is_range(item, piece.master) else None
+            def entry(shard: Shard, parameter: nn.Parameter, key: str = key) -> Tensor | None:
+                item = state.get(shard.master, {}).get(key)
+                return _flat(item) if item is not None and is_range(item, shard.master) else None
 
-            ranges += self._pieces_to_write(OPTIMIZER, entry, f".{key}")
+            ranges += self._shards_to_write(OPTIMIZER, entry, f".{key}")
         return ranges, scalars, problems
 
-    def _pieces_to_write(
-        self, prefix: str, values: Callable[[Piece, nn.Parameter], Tensor | None], suffix: str = ""
+    def _shards_to_write(
+        self, prefix: str, values: Callable[[Shard, nn.Parameter], Tensor | None], suffix: str = ""
     ) -> list[Range]:
         found: list[Range] = []
         if self.sharded is None:
             return found
-        whole = {piece.number for group in self.sharded.groups if _replicated(group) for piece in group.pieces}
+        whole = {shard.number for group in self.sharded.groups if _replicated(group) for shard in group.shards}
         for _, parameter, index in self.sharded.parameters:
-            piece = self.sharded.pieces.get(index)
-            value = values(piece, parameter) if piece is not None else None
-            if piece is None or value is None:
+            shard = self.sharded.shards.get(index)
+            value = values(shard, parameter) if shard is not None else None
+            if shard is None or value is None:
                 continue
             axis = self.sharded.axis_of[parameter] if index in whole else None
             name = prefix + self.ownership.name(parameter) + suffix
-            found.append(self._own_part(name, parameter, value, piece.start, axis))
+            found.append(self._own_part(name, parameter, value, shard.start, axis))
         return found
 
     def _own_part(self, name: str, tensor: Tensor, flat: Tensor, start: int, axis: Axis | None) -> Range:
@@ -133,11 +133,11 @@ class TrainingState:
 
         if self.sharded is not None:
             for _, parameter, index in self.sharded.parameters:
-                piece = self.sharded.pieces.get(index)
-                if piece is not None:
+                shard = self.sharded.shards.get(index)
+                if shard is not None:
                     name = MODEL + self.ownership.name(parameter)
-                    start = self.ownership.start(parameter) + piece.start
-                    found.append(Range(name, self.ownership.size(parameter), start, flat(piece.master)))
+                    start = self.ownership.start(parameter) + shard.start
+                    found.append(Range(name, self.ownership.size(parameter), start, flat(shard.master)))
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
                 found.append(Range(MODEL + name, self.ownership.size(value), self.ownership.start(value), flat(value)))
@@ -169,27 +169,27 @@ class TrainingState:
         ranges: list[Range] = []
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for _, parameter, index in self.sharded.parameters:
-            piece = self.sharded.pieces.get(index)
+            shard = self.sharded.shards.get(index)
             name = self.ownership.name(parameter)
-            if piece is None or (name not in keys and name not in scalars):
+            if shard is None or (name not in keys and name not in scalars):
                 continue
             entries: dict[str, Any] = {}
             for key in keys.get(name, ()):
-                flat = torch.empty(piece.master.numel(), dtype=piece.master.dtype, device=piece.master.device)
-                entries[key] = flat.view(piece.master.shape)
-                start = self.ownership.start(parameter) + piece.start
+                flat = torch.empty(shard.master.numel(), dtype=shard.master.dtype, device=shard.master.device)
+                entries[key] = flat.view(shard.master.shape)
+                start = self.ownership.start(parameter) + shard.start
                 ranges.append(Range(f"{OPTIMIZER}{name}.{key}", self.ownership.size(parameter), start, flat))
             for key, item in scalars.get(name, {}).items():
                 entries[key] = item.clone() if isinstance(item, Tensor) else item
-            state[piece.master] = entries
+            state[shard.master] = entries
         return ranges, state
 
 
-def _own_values(piece: Piece, parameter: nn.Parameter, over: bool) -> Tensor:
-    """Of a piece, flat: those of the optimizer, or of the parameter when it is ``over``."""
+def _own_values(shard: Shard, parameter: nn.Parameter, over: bool) -> Tensor:
+    """Of a shard, flat: those of the optimizer, or of the parameter when it is ``over``."""
     if over:
-        return _flat(parameter.detach())[piece.start : piece.stop].to(torch.float32)
-    return _flat(piece.master.detach())
+        return _flat(parameter.detach())[shard.start : shard.stop].to(torch.float32)
+    return _flat(shard.master.detach())
 
 
 def is_range(item: Any, master: nn.Parameter) -> bool:

@@ -38,7 +38,7 @@ class NamedParameter(NamedTuple):
     number: int
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """The part of a parameter that this process updates."""
 
     number: int
@@ -83,7 +83,7 @@ class Bucket:
         if first.dtype != torch.float32:
             self.masters = torch.zeros(self.masters.shape, dtype=torch.float32, device=first.device)
         self.grad_views: list[Tensor] = []
-        self.pieces: list[Piece] = []
+        self.shards: list[Shard] = []
         lower = self.axis.rank * (length // self.axis.size) if self.sharded else 0
         upper = lower + self.masters.numel()
         for start, (_, parameter, index) in zip(self.starts, parameters, strict=True):
@@ -100,7 +100,7 @@ class Bucket:
                     master.copy_(value.reshape(-1)[begin - start : end - start])
                 if not self.sharded or not parameter.ndim:
                     master = master.view(parameter.shape)
-                self.pieces.append(Piece(index, begin - start, end - start, nn.Parameter(master)))
+                self.shards.append(Shard(index, begin - start, end - start, nn.Parameter(master)))
         self.attached = False
         self.written = [False] * len(parameters)  # in this optimizer step
         self.waiting = 0  # parameters whose gradient this backward pass still owes
@@ -163,14 +163,14 @@ class Bucket:
     def finish_reduction(self) -> None:
         """Wait for the sums; they are complete in the own part only."""
         self._reduction.wait()
-        self._gather.wait()  # of the last step, if nobody called the layer since: the masters are about to change
+        self._gather.wait()  # of the last step, if the layer was not called since: the masters are about to change
 
     def sum_of_squares(self) -> Tensor:
         """Of the summed gradients, each element once in the whole mesh, fp64 []."""
         return sum_of_squares(self.grads.chunk(self.axis.size)[self.axis.rank])
 
     def assign_grads(self, used: Sequence[bool], scale: Tensor) -> None:
-        """Give the pieces their gradients, times ``scale``; a parameter that no process used gets none.
+        """Give the shards their gradients, times ``scale``; a parameter that no process used gets none.
 
         Args:
             used: by number of the parameter.
@@ -180,7 +180,7 @@ class Bucket:
         own.mul_(scale)
         lower = self.axis.rank * own.numel() if self.sharded else 0
         starts = {named.number: start for named, start in zip(self.parameters, self.starts, strict=True)}
-        for index, start, stop, master in self.pieces:
+        for index, start, stop, master in self.shards:
             begin = starts[index] - lower
             master.grad = own[begin + start : begin + stop].view(master.shape) if used[index] else None
 
@@ -205,12 +205,12 @@ class Bucket:
         self._gather.wait()
 
 
-class Alone:
+class Unbucketed:
     """fp32 parameters that no other process holds: they stay where they are, gradients and all."""
 
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
         self.parameters = list(parameters)
-        self.pieces = [Piece(index, 0, parameter.numel(), parameter) for _, parameter, index in parameters]
+        self.shards = [Shard(index, 0, parameter.numel(), parameter) for _, parameter, index in parameters]
 
     @property
     def written(self) -> list[bool]:
@@ -244,7 +244,7 @@ def make_buckets(
     values: Mapping[nn.Parameter, Tensor] | None = None,
     limit: int = BUCKET_ELEMENTS,
     all_flat: bool = False,
-) -> list[Bucket | Alone]:
+) -> list[Bucket | Unbucketed]:
     """Distribute parameters over buckets, last parameter first: so the backward pass fills them one after another.
 
     Args:
@@ -255,7 +255,7 @@ def make_buckets(
         limit: elements at which a bucket is full.
         all_flat: no parameter stays where it is.
     """
-    alone: list[NamedParameter] = []
+    unbucketed: list[NamedParameter] = []
     groups: list[tuple[Axis, list[NamedParameter]]] = []
     open_groups: dict[object, int] = {}
     sizes: dict[int, int] = {}
@@ -268,7 +268,7 @@ def make_buckets(
             and parameter.dtype == torch.float32
             and not (values and parameter in values)
         ):
-            alone.append(named)
+            unbucketed.append(named)
             continue
         key = (axis.name, parameter.dtype, parameter.device)
         place = open_groups.get(key)
@@ -278,5 +278,5 @@ def make_buckets(
             sizes[place] = 0
         groups[place][1].append(named)
         sizes[place] += parameter.numel()
-    buckets: list[Bucket | Alone] = [Bucket(members, axis, sharded, values) for axis, members in groups]
-    return [*buckets, Alone(alone)] if alone else buckets
+    buckets: list[Bucket | Unbucketed] = [Bucket(members, axis, sharded, values) for axis, members in groups]
+    return [*buckets, Unbucketed(unbucketed)] if unbucketed else buckets

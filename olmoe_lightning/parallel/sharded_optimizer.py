@@ -5,8 +5,8 @@ One optimizer step, seen from one process:
 1. Each backward pass leaves gradients of *sums* over tokens; a hook adds them to the buckets' fp32 buffers.
 2. In the last backward pass of the step a bucket is reduced over its axis as soon as its gradients are complete, always
    in the same order of buckets, so that all processes issue the same collectives whatever their graphs did.
-3. One all-reduce of a short fp64 vector tells everyone the number of tokens, the sum of squares, whether a loss was not
-   finite, and which parameters were used. From it every process takes the same decision.
+3. One all-reduce of a short fp64 vector gives every process the number of tokens, the sum of squares, whether a loss
+   was not finite, and which parameters were used. From it every process takes the same decision.
 4. The gradients are divided by the tokens and clipped in one multiplication, the optimizer updates its part, and the
    buckets are gathered in the order in which the next forward pass needs them.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Alone, Bucket, NamedParameter, Piece, make_buckets
+from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Bucket, NamedParameter, Shard, Unbucketed, make_buckets
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
 from olmoe_lightning.parallel.ownership import Ownership
@@ -69,7 +69,7 @@ class ShardedOptimizer:
         overlap_reduce: reduce buckets while the backward pass still runs.
         values: fp32 values of parameters that hold them in a narrower dtype.
         bucket_elements: elements at which a bucket is full.
-        attach_grads: somebody else than the autograd engine adds to ``parameter.grad`` (schedules that split the
+        attach_grads: something else than the autograd engine adds to ``parameter.grad`` (schedules that split the
             backward pass): let it be the buffer itself.
 
     Raises:
@@ -130,7 +130,7 @@ class ShardedOptimizer:
             for position, (_, parameter, _) in enumerate(bucket.parameters):
                 hook = self._make_hook(bucket, position)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self.pieces: dict[int, Piece] = {piece.number: piece for group in groups for piece in group.pieces}
+        self.shards: dict[int, Shard] = {shard.number: shard for group in groups for shard in group.shards}
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._move_groups(names)
         self._device = self.parameters[0].parameter.device if self.parameters else torch.device("cpu")
@@ -140,7 +140,7 @@ class ShardedOptimizer:
         self.result: StepResult | None = None
 
     def _move_groups(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Put pieces in the place of parameters; state that the optimizer already made moves along."""
+        """Put shards in the place of parameters; state that the optimizer already made moves along."""
         number = {parameter: index for _, parameter, index in self.parameters}
         state = self.optimizer.state
         self._numbering = Numbering([], {})
@@ -155,12 +155,12 @@ class ShardedOptimizer:
                     continue
                 self._numbering.of_parameter[number[parameter]] = place
                 old = state.pop(parameter, None)
-                piece = self.pieces.get(number[parameter])
-                if piece is None:
+                shard = self.shards.get(number[parameter])
+                if shard is None:
                     continue  # another process updates all of it
-                kept.append(piece.master)
+                kept.append(shard.master)
                 if old:
-                    state[piece.master] = {key: _part(value, parameter, piece) for key, value in old.items()}
+                    state[shard.master] = {key: _part(value, parameter, shard) for key, value in old.items()}
             count += len(group["params"])
             group["params"] = kept
             self._group_sizes.append(len(kept))
@@ -254,24 +254,24 @@ class ShardedOptimizer:
 
     def drop_grads(self) -> None:
         """Leave the optimizer nothing to do: a parameter without gradient is skipped, its state untouched."""
-        for piece in self.pieces.values():
-            piece.master.grad = None
+        for shard in self.shards.values():
+            shard.master.grad = None
 
     def gradients(self) -> list[Tensor]:
         """The gradients that the optimizer is going to use, of this process' parts."""
-        return [piece.master.grad for piece in self.pieces.values() if piece.master.grad is not None]
+        return [shard.master.grad for shard in self.shards.values() if shard.master.grad is not None]
 
     def non_finite_parameters(self) -> list[str]:
         """Names of parameters whose summed gradient is not finite in this process' part; costs a look at each."""
         names = []
         for group in self.groups:
             for position, (name, parameter, index) in enumerate(group.parameters):
-                if isinstance(group, Alone):
+                if isinstance(group, Unbucketed):
                     gradient = parameter.grad
                 else:
-                    piece = self.pieces.get(index)
+                    shard = self.shards.get(index)
                     whole = group.grad_views[position].view(-1)
-                    gradient = None if piece is None else whole[piece.start : piece.stop]
+                    gradient = None if shard is None else whole[shard.start : shard.stop]
                 if gradient is not None and not torch.isfinite(gradient).all():
                     names.append(name)
         return sorted(names)
@@ -285,7 +285,7 @@ class ShardedOptimizer:
             bucket.begin_step()
 
     def check_groups(self) -> None:
-        """Notice parameters that somebody added to the optimizer, or unfroze, behind our back.
+        """Notice parameters that were added to the optimizer, or unfrozen, during the run.
 
         Raises:
             ValueError: their number, or their names.
@@ -393,7 +393,7 @@ class ShardedOptimizer:
         return total
 
 
-def _part(value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
+def _part(value: Any, parameter: nn.Parameter, shard: Shard) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    return value.reshape(-1)[piece.start : piece.stop].view(piece.master.shape).to(torch.float32).clone()
+    return value.reshape(-1)[shard.start : shard.stop].view(shard.master.shape).to(torch.float32).clone()

@@ -136,7 +136,7 @@ class PlacedExperts:
         """Say what was dropped in a run, if anything was; collective."""
         for name, total in self.sum_of_drops(self.own_drops(), mesh).items():
             if total["dropped_by_expert"].any():
-                rank_zero_warn(f"comm {name} had no room for all tokens: {describe_drops(total)}.")
+                rank_zero_warn(f"comm {name} had no capacity for all tokens: {describe_drops(total)}.")
 
 
 def check_batches(dataloader: Any, most: float, mesh: Mesh, device: torch.device) -> None:

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from olmoe_lightning.errors import UserError
 
-Schedule = Literal["cosine", "wsd", "constant"]
+LRSchedule = Literal["cosine", "wsd", "constant"]
 
 
-def make_schedule(
-    kind: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float, decay_fraction: float
+def make_lr_schedule(
+    kind: LRSchedule, warmup_steps: int, total_steps: int | None, min_ratio: float, decay_fraction: float
 ) -> Callable[[int], float]:
     """The factor on the base learning rate at a step (0 is the first).
 
@@ -30,8 +30,8 @@ def make_schedule(
     Raises:
         ValueError: a number is out of range, or the warm-up is longer than the run.
     """
-    if kind not in get_args(Schedule):
-        raise UserError(f"schedule ({kind!r}) must be one of {', '.join(map(repr, get_args(Schedule)))}")
+    if kind not in get_args(LRSchedule):
+        raise UserError(f"schedule ({kind!r}) must be one of {', '.join(map(repr, get_args(LRSchedule)))}")
     if warmup_steps < 0:
         raise UserError(f"warmup_steps ({warmup_steps}) must not be negative")
     if not 0 <= min_ratio <= 1:

@@ -236,7 +236,7 @@ def test_what_a_plugin_dropped_is_reported_by_window(make_trainer, small_moe, ra
     trainer = make_trainer(
         Dropping([1, 2, 0, 0]), monitor, logger=logger, max_steps=4, strategy=MoEStrategy(log_grad_norm=False)
     )
-    with pytest.warns(UserWarning, match="comm 'limited' .8 experts. had no room for all tokens: 3 of 32 routes"):
+    with pytest.warns(UserWarning, match="comm 'limited' .8 experts. had no capacity for all tokens: 3 of 32 routes"):
         trainer.fit(small_moe(), random_tokens())
     logged = events(tmp_path)
     names = DropCounters.rates(counters_of(0))

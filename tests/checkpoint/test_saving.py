@@ -169,8 +169,8 @@ def spoil(trainer):
     if trainer.global_rank == 1 and trainer.global_step == 1:
         strategy = trainer.strategy
         for _, parameter, index in strategy.sharded.parameters:
-            if strategy.sharded.ownership.is_expert(parameter) and index in strategy.sharded.pieces:
-                strategy.sharded.pieces[index].master.data.view(-1)[3] = float("nan")
+            if strategy.sharded.ownership.is_expert(parameter) and index in strategy.sharded.shards:
+                strategy.sharded.shards[index].master.data.view(-1)[3] = float("nan")
                 return
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from olmoe_lightning.parallel.buffers import Alone, Bucket, NamedParameter, make_buckets
+from olmoe_lightning.parallel.buffers import Bucket, NamedParameter, Unbucketed, make_buckets
 from olmoe_lightning.parallel.grad_norm import clip_coefficient, sum_of_squares
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
@@ -29,7 +29,7 @@ def test_the_pieces_of_all_ranks_hold_each_element_of_each_parameter_once(dtype,
         for (_, parameter, _), original in zip(parameters, originals, strict=True):
             assert torch.equal(parameter.detach().float(), original)
             assert parameter.untyped_storage().data_ptr() == bucket.weights.untyped_storage().data_ptr()
-        for number, start, stop, master in bucket.pieces:
+        for number, start, stop, master in bucket.shards:
             assert master.dtype == torch.float32
             assert torch.equal(master.detach().reshape(-1), originals[number].reshape(-1)[start:stop])
             covered[number][start:stop] += 1
@@ -39,13 +39,13 @@ def test_the_pieces_of_all_ranks_hold_each_element_of_each_parameter_once(dtype,
 def test_masters_of_fp32_weights_are_the_weights_and_of_bf16_weights_more_exact():
     parameters = named((4, 4))
     bucket = Bucket(parameters, Axis("data", (0, 1), 0), sharded=True)
-    bucket.pieces[0].master.data.fill_(3.0)
-    assert (parameters[0].parameter.detach().reshape(-1)[: bucket.pieces[0].stop] == 3.0).all()
+    bucket.shards[0].master.data.fill_(3.0)
+    assert (parameters[0].parameter.detach().reshape(-1)[: bucket.shards[0].stop] == 3.0).all()
 
     narrow = named((4, 4), dtype=torch.bfloat16)
     exact = torch.full((4, 4), 1.001)  # between two bf16 numbers
     bucket = Bucket(narrow, Axis("data", (0,), 0), sharded=True, values={narrow[0].parameter: exact})
-    assert torch.equal(bucket.pieces[0].master.detach(), exact)
+    assert torch.equal(bucket.shards[0].master.detach(), exact)
     assert (narrow[0].parameter.float() == 1.0).all()
     bucket.masters.add_(0.01)
     bucket.start_gather()
@@ -65,7 +65,7 @@ def test_gradients_of_bf16_weights_are_summed_in_fp32():
         assert parameter.grad is None
     sharded.finish_backward()
     sharded.assign_grads()
-    (piece,) = sharded.pieces.values()
+    (piece,) = sharded.shards.values()
     assert piece.master.grad is not None
     torch.testing.assert_close(piece.master.grad, torch.ones(1), rtol=1e-6, atol=0.0)
 
@@ -76,7 +76,7 @@ def test_what_nobody_else_holds_stays_where_it_is_unless_it_is_narrow():
     axis_of = {each.parameter: single for each in (*alone, *narrow)}
     place = alone[0].parameter.data_ptr()
     groups = make_buckets([*alone, narrow[0]._replace(number=1)], axis_of, sharded=True)
-    assert [type(group) for group in groups] == [Bucket, Alone]
+    assert [type(group) for group in groups] == [Bucket, Unbucketed]
     assert alone[0].parameter.data_ptr() == place
 
 

@@ -9,7 +9,7 @@ from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.model.router import Router
 from olmoe_lightning.tools.parity import RunRecord, StepRecord
 from olmoe_lightning.tools.parity.record import EPS, LEARNING_RATE
-from olmoe_lightning.training.lr_schedule import make_schedule
+from olmoe_lightning.training.lr_schedule import make_lr_schedule
 
 
 def windows(case):
@@ -32,7 +32,7 @@ def plain_loop(case):
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or n.startswith("embed.")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, LEARNING_RATE, betas=(0.9, 0.95), eps=EPS, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, make_schedule("cosine", 1, case.steps + 2, 0.1, 0.2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, make_lr_schedule("cosine", 1, case.steps + 2, 0.1, 0.2))
 
     run = RunRecord()
     for window in windows(case):

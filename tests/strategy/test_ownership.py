@@ -53,7 +53,7 @@ def elements_that_ranks_hold():
     trainer.fit(OLMoE(CONFIG), own_batches(sentences(4)))
     ownership, sharded = strategy.ownership(), strategy.sharded
     held = {name: (ownership.start(value), value.numel()) for name, value in ownership.tensors.items()}
-    updated = {sharded.parameters[number].name: (piece.start, piece.stop) for number, piece in sharded.pieces.items()}
+    updated = {sharded.parameters[number].name: (piece.start, piece.stop) for number, piece in sharded.shards.items()}
     sizes = {name: ownership.size(value) for name, value in ownership.tensors.items()}
     experts = {name for name, value in ownership.tensors.items() if ownership.is_expert(value)}
     return held, updated, sizes, experts

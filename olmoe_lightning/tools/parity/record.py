@@ -117,7 +117,7 @@ class LabModel(OLMoE):
         if self.case.optimizer == "adamw":
             return super().configure_optimizers()
         optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE * 10, momentum=0.9, weight_decay=0.1)
-        scheduler = LambdaLR(optimizer, self._schedule())
+        scheduler = LambdaLR(optimizer, self._lr_schedule())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

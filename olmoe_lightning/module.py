@@ -42,6 +42,12 @@ from olmoe_lightning.training.writing import Writer
 
 Batch = dict[str, Tensor]
 
+_HYPERPARAMETERS = (
+    *("learning_rate", "weight_decay", "betas", "eps", "decay_all", "expert_lr_multiplier", "schedule"),
+    *("warmup_steps", "warmup_tokens", "schedule_steps", "min_lr_ratio", "decay_fraction", "init_seed"),
+)
+"""What a checkpoint keeps of a module besides its configuration, in this order."""
+
 
 class OLMoE(LightningModule):
     """A mixture-of-experts language model, ready for ``Trainer.fit``.
@@ -140,22 +146,7 @@ class OLMoE(LightningModule):
         self.generation = generation
         # Plain values only, so that a checkpoint loads with weights_only=True.
         self.save_hyperparameters(
-            {
-                "config": self.config.to_dict(),
-                "learning_rate": learning_rate,
-                "weight_decay": weight_decay,
-                "betas": self.betas,
-                "eps": eps,
-                "decay_all": decay_all,
-                "expert_lr_multiplier": expert_lr_multiplier,
-                "schedule": schedule,
-                "warmup_steps": warmup_steps,
-                "warmup_tokens": warmup_tokens,
-                "schedule_steps": schedule_steps,
-                "min_lr_ratio": min_lr_ratio,
-                "decay_fraction": decay_fraction,
-                "init_seed": init_seed,
-            }
+            {"config": self.config.to_dict(), **{name: getattr(self, name) for name in _HYPERPARAMETERS}}
         )
         self.model: Transformer | None = None
         self.routing_stats: RoutingStats | None = None

@@ -27,6 +27,7 @@ _VECTOR = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
 }
+_C_TYPES: dict[type, Any] = {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_float}
 
 
 class Unavailable(RuntimeError):
@@ -78,11 +79,10 @@ def threads() -> ctypes.c_int:
 def _operand(value: Any) -> Any:
     if value is None or isinstance(value, Tensor):
         return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if type(value) in _C_TYPES:
+        return _C_TYPES[type(value)](value)
     if isinstance(value, ctypes.c_int):
         return value
-    for kind, c_type in ((bool, ctypes.c_int), (int, ctypes.c_int64), (float, ctypes.c_float)):
-        if isinstance(value, kind):
-            return c_type(value)
     return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 

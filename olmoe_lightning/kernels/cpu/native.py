@@ -77,12 +77,12 @@ def threads() -> ctypes.c_int:
 
 
 def _operand(value: Any) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    if type(value) in _C_TYPES:
-        return _C_TYPES[type(value)](value)
-    if isinstance(value, ctypes.c_int):
-        return value
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if c_type := _C_TYPES.get(type(value)):
+        return c_type(value)
+    if value is None or isinstance(value, ctypes.c_int):
+        return value  # ctypes passes None as a null pointer
     return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 

@@ -43,10 +43,10 @@ def on_cpu(*tensors: Tensor | None, dtypes: Collection[torch.dtype] = (torch.flo
     """
     if torch.compiler.is_compiling() or _reference_only.get():
         return False
-    return all(
-        tensor is None or (_plain(tensor) and tensor.device.type == "cpu" and tensor.dtype in dtypes)
-        for tensor in tensors
-    ) and (unavailable_reason() is None)
+    for tensor in tensors:
+        if tensor is not None and not (_plain(tensor) and tensor.is_cpu and tensor.dtype in dtypes):
+            return False
+    return unavailable_reason() is None
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:

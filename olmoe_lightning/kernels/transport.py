@@ -41,7 +41,7 @@ class Transport(Protocol[HandleT]):
         """Send each token to its experts."""
 
     def combine(self, rows_RD: Tensor, handle: HandleT) -> Tensor:
-        """Bring the experts' rows home and sum them per token, [T, D]."""
+        """Bring the experts' rows back and sum them per token, [T, D]."""
 
 
 class LocalTransport:

@@ -129,14 +129,14 @@ class _ToExperts(torch.autograd.Function):
         return sent_back, grad_weights_TK, None, None
 
 
-class _Home(torch.autograd.Function):
+class _FromExperts(torch.autograd.Function):
     """The experts' rows -> rows in the order in which tokens were sent."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
         arrived, pending = route.send_back(route.by_source(rows))
-        _wait(route.axis, pending, "rows on their way home")
+        _wait(route.axis, pending, "rows on their way back")
         return arrived
 
     @staticmethod
@@ -208,8 +208,8 @@ class AllToAllComm(CommPlugin[_Handle]):
 
     @override
     def combine(self, rows_RD: Tensor, handle: _Handle) -> Tensor:
-        """Bring the rows home and sum them per token."""
-        return combine_rows(_Home.apply(rows_RD, handle.route), handle.plan)
+        """Bring the rows back and sum them per token."""
+        return combine_rows(_FromExperts.apply(rows_RD, handle.route), handle.plan)
 
     @override
     def teardown(self) -> None:

@@ -94,7 +94,7 @@ class CommPlugin(ABC, Generic[HandleT]):
 
     @abstractmethod
     def combine(self, rows_RD: Tensor, handle: HandleT) -> Tensor:
-        """Bring rows home and sum them per token; differentiable. The weights were applied inside the experts.
+        """Bring rows back and sum them per token; differentiable. The weights were applied inside the experts.
 
         Args:
             rows_RD: [R, D], in the order of the dispatched rows.

@@ -87,14 +87,14 @@ class _ToExperts(torch.autograd.Function):
         return *grads, *[None] * 7
 
 
-class _Home(torch.autograd.Function):
+class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows_CD: Tensor, rank_TK: Tensor, row_TK: Tensor, received_NL: Tensor, plugin: RowwiseComm
     ) -> Tensor:
         ctx.save_for_backward(rank_TK, row_TK)
         ctx.plugin, ctx.capacity = plugin, len(rows_CD)
-        with plugin.exchanging("rows on their way home"):
+        with plugin.exchanging("rows on their way back"):
             return plugin.link.read(rows_CD, None, Routes(rank_TK, row_TK), received_NL)[0]
 
     @staticmethod
@@ -321,7 +321,7 @@ class RowwiseComm(CommPlugin[_Handle]):
                 f"combine on {describe(self.link.axis)}: rows of shape {wanted} expected, as they were dispatched, got "
                 f"{tuple(rows_RD.shape)}"
             )
-        return _Home.apply(rows_RD, *handle.routes, handle.received_NL, self)
+        return _FromExperts.apply(rows_RD, *handle.routes, handle.received_NL, self)
 
     @override
     def teardown(self) -> None:

@@ -27,6 +27,7 @@ _VECTOR = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
 }
+_C_TYPES: dict[type, Any] = {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_float}
 
 
 class Unavailable(RuntimeError):
@@ -76,16 +77,12 @@ def threads() -> ctypes.c_int:
 
 
 def _operand(value: Any) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    if isinstance(value, ctypes.c_int):
-        return value
-    if isinstance(value, bool):
-        return ctypes.c_int(value)
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if c_type := _C_TYPES.get(type(value)):
+        return c_type(value)
+    if value is None or isinstance(value, ctypes.c_int):
+        return value  # ctypes passes None as a null pointer
     return (ctypes.c_void_p * len(value))(*(tensor.data_ptr() for tensor in value))
 
 

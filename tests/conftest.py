@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny_model import TINY
 
 from olmoe_lightning import ModelConfig, TokenDataModule, TokenSource
 from olmoe_lightning.tools.processes import PRELOAD, Workers
@@ -61,17 +62,8 @@ def workers():
 @pytest.fixture(scope="session")
 def small_config():
     """Two MoE layers, 4 experts, every loss switched on; vocabulary of the byte tokenizer."""
-    return ModelConfig(
-        vocab_size=264,
-        d_model=32,
+    return ModelConfig(**TINY).replace(
         num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        num_experts=4,
-        top_k=2,
-        expert_hidden=32,
-        max_seq_len=128,
         qk_norm="head",
         normalize_weights=True,
         balance_loss_coeff=0.02,

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tiny_model import SMALL
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.parallel import Axis, buffers
 from olmoe_lightning.parallel.collectives import Pending
@@ -28,22 +29,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-7}
 SMALL_BUCKETS = 0.001
 """Megabytes: 262 elements, so that the larger weights of even these modules have buckets of their own."""
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=4,
-    top_k=2,
-    expert_hidden=16,
-    max_seq_len=16,
-    selection_bias=True,
-    bias_update_rate=0.01,
-    balance_loss_coeff=0.02,
-    router_z_loss_coeff=0.003,
-)
+CONFIG = SMALL.replace(selection_bias=True, bias_update_rate=0.01, balance_loss_coeff=0.02, router_z_loss_coeff=0.003)
 
 
 def vectors(count: int, rows: int = 4, width: int = 8) -> list[Tensor]:

@@ -8,29 +8,22 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from strategy_lab import Items, quiet
+from tiny_model import SMALL
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.model import Transformer
 from olmoe_lightning.model.generation import GenerationConfig
 from olmoe_lightning.parallel.pipeline.stages import PIPELINE_SCHEDULES, make_stage_map
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    d_model=16,
+CONFIG = SMALL.replace(
     num_layers=5,
     num_dense_layers=1,
     dense_hidden=24,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=4,
-    top_k=2,
     expert_hidden=8,
-    max_seq_len=16,
     balance_loss_coeff=0.02,
     balance_loss_scope="sequence",  # the same function of a batch, however it is cut
 )

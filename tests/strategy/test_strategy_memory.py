@@ -6,24 +6,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from strategy_lab import Items, quiet
+from tiny_model import SMALL
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.plugins import BF16Precision
 
-CONFIG = ModelConfig(
-    vocab_size=512,
-    d_model=128,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=64,
-    num_experts=8,
-    top_k=2,
-    expert_hidden=256,
-    max_seq_len=16,
-)
+CONFIG = SMALL.replace(vocab_size=512, d_model=128, num_kv_heads=2, head_dim=64, num_experts=8, expert_hidden=256)
 """1.9 million parameters, 1.6 million of them in experts."""
 
 

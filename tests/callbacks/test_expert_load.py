@@ -224,7 +224,7 @@ class Dropping(Callback):
         self.plugin, self.by_step = Limited(), list(by_step)
 
     def on_train_start(self, trainer, *args):
-        trainer.strategy._comms[CommSpec(8, 2, 16, torch.float32, torch.device("cpu"))] = self.plugin
+        trainer.strategy._experts._comms[CommSpec(8, 2, 16, torch.float32, torch.device("cpu"))] = self.plugin
 
     def on_train_batch_end(self, *args):
         self.plugin.drop(self.by_step.pop(0))

@@ -212,7 +212,8 @@ def _start_by_directory(file: io.FileIO, offset: int, length: int, size: int) ->
         return None
     file.seek(offset + record.header_offset)
     header = file.read(30)  # the local one, whose name and extra field may have other lengths than the directory's
-    return offset + record.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    lengths: tuple[int, int] = struct.unpack("<HH", header[26:30])
+    return offset + record.header_offset + 30 + sum(lengths)
 
 
 class _Section(io.RawIOBase):

@@ -55,7 +55,7 @@ def build_manifest(trainer: Trainer, pl_module: LightningModule) -> dict[str, An
     config = getattr(pl_module, "config", None)
     seq_len = getattr(datamodule, "seq_len", None)
     fingerprint = getattr(datamodule, "fingerprint", None)
-    return plain(
+    manifest: dict[str, Any] = plain(
         {
             "format": FORMAT,
             "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -70,6 +70,7 @@ def build_manifest(trainer: Trainer, pl_module: LightningModule) -> dict[str, An
             "git": git_state(Path.cwd()),
         }
     )
+    return manifest
 
 
 def write_manifest(path: Path, trainer: Trainer, pl_module: LightningModule) -> None:

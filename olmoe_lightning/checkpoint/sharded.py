@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -304,7 +303,7 @@ class RangeWriter(SavePlanner, Generic[Part]):
 
     @override
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Nothing is needed."""
 
@@ -342,7 +341,7 @@ class RangeReader(LoadPlanner):
 
     @override
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
         self.entries = metadata.state_dict_metadata

@@ -209,7 +209,7 @@ class TokenDataModule(LightningDataModule):
             self._samples_before, self._batches_before = 0, 0
 
     @override
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Training batches of this rank, from the first sample that no rank has trained on."""
         rows, (replicas, rank) = self._rows(), self._data_parallel()
         per_batch = replicas * self.batch_size
@@ -229,7 +229,7 @@ class TokenDataModule(LightningDataModule):
         return self._loader(rows, sampler, self.batch_size)
 
     @override
-    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+    def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Validation batches of this rank: every row once, in a fixed order, filled up with rows of padding.
 
         All ranks get the same number of full batches, so collectives of the model stay in step.
@@ -243,12 +243,12 @@ class TokenDataModule(LightningDataModule):
         return self._loader(self._val_rows, sampler, self.val_batch_size)
 
     @override
-    def test_dataloader(self) -> DataLoader | list[DataLoader]:
+    def test_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """The same as validation."""
         return self.val_dataloader()
 
     @override
-    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+    def predict_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """The same as validation."""
         return self.val_dataloader()
 
@@ -300,7 +300,7 @@ class TokenDataModule(LightningDataModule):
         kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (kwargs["num_replicas"], kwargs["rank"]) if kwargs else (1, 0)
 
-    def _loader(self, rows: TrainRows | EvalRows, sampler: SampleRange, batch_size: int) -> DataLoader:
+    def _loader(self, rows: TrainRows | EvalRows, sampler: SampleRange, batch_size: int) -> DataLoader[Any]:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return ResumableLoader(
             rows,

@@ -65,7 +65,7 @@ class SourceRows:
                 windows[place, : window.size] = window
 
 
-class _Rows(Dataset, ABC):
+class _Rows(Dataset[dict[str, Tensor]], ABC):
     """Common to training and validation: a batch at a time, from the rows of several sources."""
 
     def __init__(self, sources: Sequence[SourceRows], seq_len: int, eos_id: int, pad_id: int) -> None:

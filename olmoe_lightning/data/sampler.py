@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-class SampleRange(DistributedSampler):
+class SampleRange(DistributedSampler[int]):
     """Sample numbers of one rank for one epoch; a DistributedSampler, so that Lightning does not inject its own.
 
     Args:
@@ -28,7 +28,7 @@ class SampleRange(DistributedSampler):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         num_replicas: int,
         rank: int,
         batch_size: int,
@@ -51,7 +51,7 @@ class SampleRange(DistributedSampler):
         return self.num_samples
 
 
-class ResumableLoader(DataLoader):
+class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose workers start at the first batch, not when the iterator is made.
 
     Lightning makes a run's iterator before it restores a checkpoint when something asks for the number of steps early

@@ -102,7 +102,7 @@ class SafetensorsReader:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A part of a tensor. It shares memory with the mapped file: use it, then let it go."""
-        part = self._handle(self._file_of[name]).get_slice(name)[index or (slice(None),)]
+        part: Tensor = self._handle(self._file_of[name]).get_slice(name)[index or (slice(None),)]
         self._mapped_bytes += part.nbytes
         return part
 

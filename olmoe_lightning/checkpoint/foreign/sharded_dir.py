@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +19,14 @@ from olmoe_lightning.checkpoint.chunks import ChunkWriter
 from olmoe_lightning.checkpoint.foreign.safetensors_dir import TensorInfo
 from olmoe_lightning.checkpoint.meta import KEY, META, MODEL, read_contents
 from olmoe_lightning.checkpoint.sharded import (
-    CorruptCheckpoint,
-    Range,
-    RangeReader,
     RangeWriter,
-    SafeReader,
+    read_range,
     write_item,
 )
-from olmoe_lightning.errors import reason
 
 
 class ShardedStore:
-    """The model's tensors of a sharded checkpoint: a ``TensorStore`` for conversions. The index is read once.
+    """The model's tensors of a sharded checkpoint: a ``TensorStore`` for conversions.
 
     Args:
         meta: from :func:`~olmoe_lightning.checkpoint.meta.read_meta`.
@@ -44,16 +39,14 @@ class ShardedStore:
     def __init__(self, meta: Mapping[str, Any], prefix: str = "model.") -> None:
         self._directory = Path(meta[KEY]["directory"])
         self._prefix = MODEL + prefix
-        shapes, self._metadata = read_contents(meta)
-        self._reader = SafeReader(self._directory)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        self.tensors = {
-            name.removeprefix(prefix): TensorInfo.of(
-                torch.empty(shape, dtype=self._entry(MODEL + name).properties.dtype, device="meta")
-            )
-            for name, shape in shapes.items()
-            if name.startswith(prefix)
-        }
+        shapes, metadata = read_contents(meta)
+        self.tensors = {}
+        for name, shape in shapes.items():
+            if name.startswith(prefix):
+                entry = metadata.state_dict_metadata[MODEL + name]
+                assert isinstance(entry, TensorStorageMetadata)  # SafeReader lets nothing else through
+                values = torch.empty(shape, dtype=entry.properties.dtype, device="meta")
+                self.tensors[name.removeprefix(prefix)] = TensorInfo.of(values)
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A part of a tensor, on the CPU: one slice per leading dimension (none: all of it).
@@ -71,29 +64,10 @@ class ShardedStore:
         for rows, size in zip(bounds[: axis + 1], shape, strict=False):
             first = first * size + rows.start
         count = len(bounds[axis]) if bounds else 1
-        values = self._range(self._prefix + name, first * row, (first + count) * row)
+        values = read_range(self._directory, self._prefix + name, first * row, (first + count) * row)
         values = values.view(*(1,) * axis, *((count, *shape[axis + 1 :]) if bounds else ()))
         inner = [slice(rows.start, rows.stop) for rows in bounds[axis + 1 :]]
         return values[tuple([slice(None)] * (axis + 1) + inner)] if bounds else values
-
-    def _range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of a flattened tensor."""
-        entry = self._entry(name)
-        values = torch.empty(stop - start, dtype=entry.properties.dtype)
-        planner = RangeReader([Range(name, int(entry.size[0]), start, values)])
-        planner.set_up_planner({}, self._metadata)
-        try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
-            raise CorruptCheckpoint(
-                f"{self._directory}: {name} cannot be read, its file is damaged ({reason(error)})"
-            ) from error
-        return values
-
-    def _entry(self, name: str) -> TensorStorageMetadata:
-        entry = self._metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry
 
 
 @dataclass(frozen=True)

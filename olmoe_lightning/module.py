@@ -410,7 +410,7 @@ class OLMoE(LightningModule):
             )
         replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         per_step = data.batch_size * data.seq_len * replicas * self.trainer.accumulate_grad_batches
-        return math.ceil(self.warmup_tokens / per_step)
+        return int(math.ceil(self.warmup_tokens / per_step))
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:

@@ -61,7 +61,8 @@ class _Stage(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
-        return self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
+        y: Tensor = self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
+        return y
 
 
 class PipelineRunner:

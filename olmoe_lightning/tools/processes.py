@@ -212,7 +212,8 @@ class Workers:
 
     def _receive(self, rank: int) -> _Answer:
         try:
-            return pickle.loads(self._connections[rank].recv_bytes())
+            answer: _Answer = pickle.loads(self._connections[rank].recv_bytes())
+            return answer
         except (EOFError, ConnectionResetError):
             when = time.monotonic()
             self._processes[rank].join()

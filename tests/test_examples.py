@@ -91,7 +91,7 @@ def test_the_plugin_of_the_example_conforms(tmp_path):
     assert done.returncode == 0
 
 
-def as_a_stranger(command, folder):
+def as_a_user(command, folder):
     """Run in a process of its own, which may start others."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -104,7 +104,7 @@ def as_a_stranger(command, folder):
 )
 def test_an_example_of_several_processes_trains(name, folder):
     command = [sys.executable, "-m", "olmoe_lightning.cli", "fit", "--config", str(EXAMPLES / f"{name}.yaml")]
-    printed = as_a_stranger([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)
+    printed = as_a_user([*command, *FEW, "--model.warmup_steps=1", "--trainer.num_sanity_val_steps=0"], folder)
     assert "best validation loss" in printed
     run = folder / "runs" / name / "version_0"
     checkpoint = read_meta(run / "checkpoints" / "last.ckpt")
@@ -123,7 +123,7 @@ def test_the_snippet_of_the_readme_runs_on_four_processes(folder):
     snippet, replaced = re.subn(r"max_steps=\d+", "max_steps=2, limit_val_batches=1", snippet)
     assert replaced == 1  # else this would train for minutes
     (folder / "snippet.py").write_text(snippet)
-    printed = as_a_stranger([sys.executable, "snippet.py"], folder)
+    printed = as_a_user([sys.executable, "snippet.py"], folder)
     assert "`max_steps=2` reached" in printed
     assert list((folder / "lightning_logs").rglob("*.ckpt"))
 

@@ -68,7 +68,7 @@ def first_batch_only(module, x, number):
 
 
 def second_step_without(module, x, number):
-    """In the second optimizer step nobody uses `extra`: neither weight decay nor momentum may move it."""
+    """In the second optimizer step no loss uses `extra`: neither weight decay nor momentum may move it."""
     return module.loss(x) + (module.extra(x).mean() if number // 2 != 1 else 0.0)
 
 

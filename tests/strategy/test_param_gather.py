@@ -1,4 +1,4 @@
-"""Weights that arrive while the next forward pass runs: nobody ever sees those that have not arrived."""
+"""Weights that arrive while the next forward pass runs: those that have not arrived are never read."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def train_dense_slowly(kind, make):
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_strangers_modules_see_complete_weights_however_slow_the_network(workers, kind):
+def test_modules_of_third_parties_see_complete_weights_however_slow_the_network(workers, kind):
     ours, _ = workers(2).run(train_dense_slowly, kind, Dense)
     torch.testing.assert_close(ours, trained_alone(Dense(**DENSE[kind]), numbered(8)), **CLOSE)
 
@@ -99,7 +99,7 @@ def test_overlap_changes_no_bit(workers, expert_parallel_size):
 
 
 class Reads(Callback):
-    """A stranger's callback that looks at the weights in one hook, an average of weights for example."""
+    """A third party's callback that looks at the weights in one hook, an average of weights for example."""
 
     def __init__(self, hook):
         self.sums = []

@@ -320,7 +320,7 @@ def test_all_ranks_say_what_is_wrong(workers, kind, words):
 
 
 class Chain(LightningModule):
-    """A stranger's dense network: the protocol and nothing else."""
+    """A third party's dense network: the protocol and nothing else."""
 
     def __init__(self):
         super().__init__()
@@ -389,7 +389,7 @@ def train_chain_in_a_pipeline(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
-def test_a_strangers_module_trains_and_predicts_as_in_one_process(workers, schedule):
+def test_a_third_partys_module_trains_and_predicts_as_in_one_process(workers, schedule):
     alone, predicted = train_chain(MoEStrategy(), 1)
     ranks = workers(2).run(train_chain_in_a_pipeline, schedule)
     together = {name: value for parameters, _ in ranks for name, value in parameters.items()}

@@ -147,12 +147,12 @@ def test_parameters_that_are_unfrozen_during_training(workers):
     check(workers, words, {}, frozen, trainer_options={"callbacks": [Unfreezes()]}, before_meeting=False)
 
 
-def stranger():
+def third_party():
     return Dense(lambda module: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
 
 
 def test_parameters_that_are_not_the_modules(workers):
-    check(workers, ["optimizer holds 1 parameters that are not"], {}, stranger, before_meeting=False)
+    check(workers, ["optimizer holds 1 parameters that are not"], {}, third_party, before_meeting=False)
 
 
 def no_loss():

@@ -69,5 +69,4 @@ def run_parity(
                 progress(f"{time.monotonic() - begin:5.1f} s  the {name} is done")
         except WorkerError as error:
             raise ParityError(str(error)) from error
-    alone, together = records
-    return compare(alone, together, case.bound)
+    return compare(records[0], records[1], case.bound)

@@ -24,21 +24,22 @@ from olmoe_lightning._lightning import trainer_of
 from olmoe_lightning.checkpoint import load_pretrained
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.data.tokenizer import BPETokenizer, ByteTokenizer
-from olmoe_lightning.errors import UserError
+from olmoe_lightning.errors import UserError, UserTypeError
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.model import RoutingStats, Transformer
 from olmoe_lightning.model.generation import Continuation, GenerationConfig
-from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.parallel import Mesh
-from olmoe_lightning.parallel.pipeline.runner import Sums
+from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, Sums
+from olmoe_lightning.plugins.precision.base import KeepsMasters
 from olmoe_lightning.strategy import MoEStrategy
 from olmoe_lightning.training.experts import expert_parameters
+from olmoe_lightning.training.generation import TextGenerator
 from olmoe_lightning.training.lr_schedule import LRSchedule, make_lr_schedule
 from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
 from olmoe_lightning.training.network import build_network
 from olmoe_lightning.training.objective import Objective, mean_output
-from olmoe_lightning.training.stored import load_directory, refuse_other_network, restored_settings
-from olmoe_lightning.training.writing import Writer
+from olmoe_lightning.training.pipeline import STAGE_BUILDER
+from olmoe_lightning.training.stored import RESTORED, load_directory, refuse_other_network, restored_settings
 
 Batch = dict[str, Tensor]
 
@@ -152,7 +153,6 @@ class OLMoE(LightningModule):
         self.routing_stats: RoutingStats | None = None
         """Statistics of the last training or validation batch, detached, on the device."""
         self.metrics = LanguageModelMetrics()
-        self._objective = Objective(self.config, self.built, self.metrics, self._token_bytes)
         self._staged = False  # the network was built for a pipeline
         self._counts: Tensor | None = None  # of the optimizer step under way, for the selection bias
         self._loaded: dict[str, Any] = {}  # hyperparameters of the checkpoint that was loaded
@@ -196,13 +196,23 @@ class OLMoE(LightningModule):
                     block.compile()
         return self.model
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse methods that would not be called: the stages and sums are those of :meth:`pipeline_stages`."""
+        super().__init_subclass__(**kwargs)
+        moved = [name for name in vars(cls) if name in STAGE_BUILDER]
+        if moved:
+            raise UserTypeError(
+                f"{cls.__name__} defines {', '.join(moved)}, which belong to the builder of stages: define them in a "
+                "subclass of olmoe_lightning.training.objective.Objective, and return that from pipeline_stages()"
+            )
+
     def pipeline_stages(self) -> Objective:
-        """What cuts the transformer into stages and sums up what the last one returns."""
-        return self._objective
+        """What a batch comes to, and what cuts the transformer into stages for it; overridden for another loss."""
+        return Objective(self.config, self.built, self.metrics, self._token_bytes)
 
     @override
     def setup(self, stage: str) -> None:
-        """Check the data against the model, make room for the losses of each source, and say how large the model is."""
+        """Check the data against the model, prepare the losses of each source, and say how large the model is."""
         if self.trainer.strategy.root_device.type == "mps":
             raise UserError("Apple GPUs lack the float64 and grouped products used here; set accelerator='cpu'")
         data = getattr(self.trainer, "datamodule", None)
@@ -259,12 +269,20 @@ class OLMoE(LightningModule):
 
     def _sums(self, batch: Batch) -> tuple[Sums, RoutingStats | None]:
         """What a batch comes to; in a pipeline the backward pass has then been made too."""
-        if self._staged:
-            assert self._moe is not None
-            assert self._moe.pipeline is not None
-            return self._objective.staged(batch, self._moe.pipeline_step, self._moe.pipeline)
-        counted = (batch["labels"] != IGNORE_INDEX).sum().clamp(min=1)
-        return self._objective.whole(batch, self._aux_scale(counted) if self.training else None)
+        objective, pipeline = self.pipeline_stages(), self._pipeline()
+        if pipeline is not None and self._moe is not None:
+            return objective.staged(batch, self._moe.pipeline_step, pipeline)
+        return objective.whole(batch, self._aux_scale if self.training else None)
+
+    def _pipeline(self) -> PipelineRunner | None:
+        """The stages of this process; ``None`` if it has all layers."""
+        pipeline = self._moe.pipeline if self._moe is not None else None
+        if self._staged and pipeline is None:
+            raise RuntimeError(
+                "the layers of this model are in several processes, so that it runs only inside of their Trainer, with "
+                "pipeline_parallel_size > 1"
+            )
+        return pipeline if self._staged else None
 
     def _token_bytes(self, device: torch.device) -> Tensor | None:
         """Bytes of each token of the vocabulary, int64 [V], if the data module knows its tokenizer."""
@@ -301,7 +319,7 @@ class OLMoE(LightningModule):
         It is 1 where the strategy back-propagates sums and divides at the end. Elsewhere the mean is back-propagated,
         which Lightning divides by the accumulated batches and multiplies by the scale of fp16's gradients.
         """
-        if self._moe is not None:
+        if isinstance(self.trainer.strategy, KeepsMasters):
             return torch.ones((), device=divisor.device)
         scale = 1.0 / (divisor * self.trainer.accumulate_grad_batches)
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -410,7 +428,8 @@ class OLMoE(LightningModule):
             )
         replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         per_step = data.batch_size * data.seq_len * replicas * self.trainer.accumulate_grad_batches
-        return int(math.ceil(self.warmup_tokens / per_step))
+        steps: int = math.ceil(self.warmup_tokens / per_step)
+        return steps
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -454,7 +473,8 @@ class OLMoE(LightningModule):
         """
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         eos_id = None if tokenizer is None else int(tokenizer.eos_id)
-        return self._writer().continue_rows(batch, self.generation, eos_id, self.generation.seed + batch_idx)
+        generator = self._text_generator()
+        return generator.complete_rows(batch, self.generation, eos_id, self.generation.seed + batch_idx, self.generate)
 
     def generate(
         self,
@@ -470,14 +490,11 @@ class OLMoE(LightningModule):
         Under expert parallelism all ranks call it together, with the same number of new tokens; it does not end early
         there, because the others would wait. All ranks of a pipeline call it with the same prompts and get the same.
         """
-        return self._writer().generate(prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
+        return self._text_generator().generate(prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
 
-    def _writer(self) -> Writer:
-        moe = self._moe
-        pipeline = moe.pipeline if moe is not None else None
-        if self._staged and pipeline is None:
-            raise RuntimeError("the layers of this model are in several processes; text is written inside the Trainer")
-        return Writer(self.built(), moe.mesh if moe is not None else Mesh.single(), pipeline if self._staged else None)
+    def _text_generator(self) -> TextGenerator:
+        mesh = self._moe.mesh if self._moe is not None else Mesh.single()
+        return TextGenerator(self.built(), mesh, self._pipeline())
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
@@ -522,7 +539,8 @@ class OLMoE(LightningModule):
     @override
     def on_train_start(self) -> None:
         """After a resume, say which settings came with the optimizer's state although others were asked for."""
-        message = restored_settings(vars(self), self._loaded) if self.trainer.global_step else ""
+        asked = {name: getattr(self, name) for name in RESTORED}
+        message = restored_settings(asked, self._loaded) if self.trainer.global_step else ""
         if message:
             rank_zero_warn(message)
 

@@ -52,6 +52,7 @@ from olmoe_lightning.training.checks import (
 )
 from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
 from olmoe_lightning.training.loader import Loader, read_directory
+from olmoe_lightning.training.owned import Owned
 from olmoe_lightning.training.patches import Patches
 from olmoe_lightning.training.pipeline import Pipeline
 from olmoe_lightning.training.processes import Launcher, Processes
@@ -112,6 +113,38 @@ class MoEStrategy(ParallelStrategy):
     backpropagates_sums = True
     """A module's auxiliary losses join the backward pass as sums over tokens, with factor 1."""
 
+    # What modules and callbacks may read, and what may change during a run.
+    mesh = Owned[Mesh]("_processes")
+    """Where this process stands; there is one from the start of fit, validate, test or predict on."""
+    expert_parallel_size = Owned[int]("_processes", "expert_size")
+    pipeline_parallel_size = Owned[int]("_processes", "pipeline_size")
+    timeout = Owned[timedelta]("_processes")
+    stage_map = Owned[StageMap | None]("_pipeline")
+    """Which layers are where; ``None`` without a pipeline."""
+    pipeline = Owned[PipelineRunner | None]("_pipeline", "runner")
+    """The stages of this process, once the model is set up."""
+    schedule = Owned[str]("_pipeline")
+    """Name of the pipeline schedule."""
+    num_microbatches = Owned[int]("_pipeline")
+    stages_per_rank = Owned[int | None]("_pipeline")
+    pipeline_split = Owned[list[int] | None]("_pipeline", "split")
+    comm = Owned[str | CommPlugin]("_experts")
+    """The comm plugin that was asked for, or its name."""
+    comm_plugins = Owned[list[CommPlugin]]("_experts", "plugins")
+    """The comm plugins in use: one, or one for each size of MoE layers."""
+    sharded = Owned[ShardedOptimizer | None]("_step")
+    """The optimizer's mechanics while fitting."""
+    grad_norm = Owned[float | None]("_step")
+    """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
+    step_skipped = Owned[bool]("_step", "skipped")
+    """Whether the last optimizer step was skipped."""
+    skipped_steps = Owned[int]("_step", may_change=True)
+    """Optimizer steps that were skipped because something was not finite."""
+    on_non_finite = Owned[Literal["skip", "raise"]]("_step", may_change=True)
+    state_dict_type = Owned[Literal["sharded", "full"]]("_saver", may_change=True)
+    async_save = Owned[bool | Literal["overlap"]]("_saver", may_change=True)
+    on_save_error = Owned[Literal["raise", "warn"]]("_saver", may_change=True)
+
     def __init__(
         self,
         expert_parallel_size: int = 1,
@@ -145,20 +178,15 @@ class MoEStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if on_non_finite not in ("skip", "raise"):
-            raise UserError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
         if bucket_megabytes <= 0:
             raise UserError(f"bucket_megabytes ({bucket_megabytes}) must be positive")
         self.num_nodes = 1
         """Set by the Trainer."""
-        self.expert_parallel_size = expert_parallel_size
-        self.pipeline_parallel_size = pipeline_parallel_size
         self.shard_optimizer = shard_optimizer
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.bucket_megabytes = bucket_megabytes
         self.log_grad_norm = log_grad_norm
-        self.timeout = timeout
         self._processes = Processes(
             pipeline_parallel_size, expert_parallel_size, process_group_backend, timeout, self._is_interrupted
         )
@@ -227,6 +255,7 @@ class MoEStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._processes.join(self.cluster_environment, self.world_size, self.root_device)
+        self._saver.open(self.mesh, self.root_device, self.timeout)
 
     def place_experts(self, module: nn.Module) -> int:
         """Keep the own experts of each MoE layer in ``module`` and connect it with the others'.
@@ -249,7 +278,6 @@ class MoEStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         refuse_scaler(self.precision_plugin)
         refuse_callbacks(trainer)
-        self._saver.open(self.mesh, self.root_device, self.timeout)
         exact = self._place_model()
         if self._fitting:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -284,8 +312,11 @@ class MoEStrategy(ParallelStrategy):
         """Move the optimizer onto shards, and begin the steps of a fit."""
         if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
             return
-        (optimizer, *_), module, ownership = self.optimizers, self._module, self.ownership()
+        optimizer, module = self.optimizers[0], self._module
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        ownership = Ownership(module, self.mesh, expert_parameters(module), trained)
         refuse_dtypes(optimizer, ownership)
+        ownership.refuse_two_owners()
         sharded = ShardedOptimizer(
             optimizer,
             ownership,
@@ -304,17 +335,16 @@ class MoEStrategy(ParallelStrategy):
             global_step=lambda: trainer.global_step,
         )
         self._step.begin_run(run)
-        self.ownership().refuse_two_owners()
 
     def _patch(self, trainer: Trainer) -> None:
         self._patches.undo()
         self._patches.clip(self.precision_plugin, self._step.clip_by_norm, self._step.clip_by_value)
-        self._patches.step_schedules(self._module, self._advances)
+        self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
 
     def _advances(self, scheduler: Any) -> bool:
-        """Lightning advances a schedule after each step, a skipped one too. Epochs pass all the same."""
+        """Lightning advances an lr_schedule after each step, a skipped one too. Epochs pass all the same."""
         per_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in self.lr_scheduler_configs)
         return per_epoch or not self.step_skipped
 
@@ -361,6 +391,36 @@ class MoEStrategy(ParallelStrategy):
         check_batches(dataloader, most_batches(self._module.trainer), self.mesh, self.root_device)
         return dataloader
 
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    @override
+    def on_validation_start(self) -> None:
+        self._synchronise()
+
+    @override
+    def on_test_start(self) -> None:
+        self._synchronise()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._synchronise()
+
+    def pipeline_forward(self, first: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Send a batch through all stages, without gradients; for ``predict_step`` above all.
+
+        Args:
+            first: as in :meth:`pipeline_step`.
+            batch: as in :meth:`pipeline_step`.
+
+        Returns:
+            What the last stage makes of the batch, with shape and dtype of ``pipeline_hidden``, on every rank of the
+            pipeline.
+
+        Raises:
+            RuntimeError: there is no pipeline.
+        """
+        return self._pipeline.forward(first, batch)
+
     # ------------------------------------------------------------------------------------------ an optimizer step
 
     @override
@@ -375,10 +435,26 @@ class MoEStrategy(ParallelStrategy):
             yield
 
     @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Its closure runs ``training_step`` and ``backward`` of the step's last batch; then the optimizer updates."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._step.after_update()
+        if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
+            self._module.log("grad_norm", self.grad_norm)
+            self._module.log("skipped_steps", float(self.skipped_steps))
+        return result
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._step.begin_forward()
         output = super().training_step(*args, **kwargs)
-        self._step.end_forward(output, staged=self.pipeline is not None)
+        self._step.end_forward(output, type(self._module).__name__, staged=self.pipeline is not None)
         return output
 
     def pipeline_step(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
@@ -413,51 +489,6 @@ class MoEStrategy(ParallelStrategy):
         self._step.end_backward()
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._step.after_update()
-        if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
-            self._module.log("grad_norm", self.grad_norm)
-            self._module.log("skipped_steps", float(self.skipped_steps))
-        return result
-
-    # ------------------------------------------------------------------------------------------ other loops
-
-    @override
-    def on_validation_start(self) -> None:
-        self._settle()
-
-    @override
-    def on_test_start(self) -> None:
-        self._settle()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._settle()
-
-    def pipeline_forward(self, first: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Send a batch through all stages, without gradients; for ``predict_step`` above all.
-
-        Args:
-            first: as in :meth:`pipeline_step`.
-            batch: as in :meth:`pipeline_step`.
-
-        Returns:
-            What the last stage makes of the batch, with shape and dtype of ``pipeline_hidden``, on every rank of the
-            pipeline.
-
-        Raises:
-            RuntimeError: there is no pipeline.
-        """
-        return self._pipeline.forward(first, batch)
-
     # ------------------------------------------------------------------------------------------ a checkpoint is written
 
     @override
@@ -465,7 +496,7 @@ class MoEStrategy(ParallelStrategy):
         """The own part of this process; of ``full`` checkpoints all experts, in fp32 if trained, on rank 0."""
         if self._processes.interrupted:
             return self._module.state_dict()
-        self._settle()
+        self._synchronise()
         return full_state_dict(self.ownership(), self.sharded) if self._saver.full else self._module.state_dict()
 
     @override
@@ -484,7 +515,7 @@ class MoEStrategy(ParallelStrategy):
             write = partial(super().save_checkpoint, storage_options=storage_options)
             self._saver.save_file(checkpoint, filepath, self._saved_run(), write)
         else:
-            self._settle()
+            self._synchronise()
             self._saver.save_directory(checkpoint, filepath, storage_options, self._saved_run())
 
     def _saved_run(self) -> SavedRun:
@@ -504,12 +535,13 @@ class MoEStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self._experts.report_drops(self.mesh)
-        self._settle()
+        self._synchronise()
         self.finish_saves()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._processes.end_children(exception, self.launcher)
+        children = self.launcher.procs if isinstance(self.launcher, Launcher) else []
+        self._processes.end_children(exception, children)
 
     @override
     def teardown(self) -> None:
@@ -517,11 +549,7 @@ class MoEStrategy(ParallelStrategy):
         self._patches.undo()
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
-        if self.sharded is not None and not interrupted and weight_dtype(self.precision_plugin) is not None:
-            # The plugin's module leaves with its masters: a second fit must not start from rounded weights.
-            for parameter, value in self.sharded.local_masters().items():
-                parameter.data = value
-        self._step.close_run(wait=not interrupted)
+        self._step.close_run(interrupted, restore_masters=weight_dtype(self.precision_plugin) is not None)
         self._saver.close(interrupted)
         self._experts.close(module)
         super().teardown()
@@ -549,7 +577,7 @@ class MoEStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group, sync_grads) if self._processes.answering else tensor
+        return super().all_gather(tensor, group, sync_grads) if self._processes.can_communicate else tensor
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Sum over the processes that see different samples; those of one pipeline see the same ones.
@@ -563,84 +591,6 @@ class MoEStrategy(ParallelStrategy):
         return self._processes.sum_over_data(tensor)
 
     # ------------------------------------------------------------------------------------------ for modules, callbacks
-
-    @property
-    def mesh(self) -> Mesh:
-        """Where this process stands; there is one from the start of fit, validate, test or predict on."""
-        return self._processes.mesh
-
-    @property
-    def stage_map(self) -> StageMap | None:
-        """Which layers are where; ``None`` without a pipeline."""
-        return self._pipeline.stage_map
-
-    @property
-    def pipeline(self) -> PipelineRunner | None:
-        """The stages of this process, once the model is set up."""
-        return self._pipeline.runner
-
-    @property
-    def schedule(self) -> str:
-        """Of the pipeline."""
-        return self._pipeline.schedule
-
-    @property
-    def num_microbatches(self) -> int:
-        """Of the pipeline."""
-        return self._pipeline.num_microbatches
-
-    @property
-    def comm(self) -> str | CommPlugin:
-        """As it was asked for."""
-        return self._experts.comm
-
-    @property
-    def on_non_finite(self) -> Literal["skip", "raise"]:
-        """As it was asked for."""
-        return self._step.on_non_finite
-
-    @property
-    def state_dict_type(self) -> Literal["sharded", "full"]:
-        """Of the next checkpoint; may be changed."""
-        return self._saver.state_dict_type
-
-    @state_dict_type.setter
-    def state_dict_type(self, value: Literal["sharded", "full"]) -> None:
-        self._saver.state_dict_type = value
-
-    @property
-    def async_save(self) -> bool | Literal["overlap"]:
-        """Of the next checkpoint; may be changed."""
-        return self._saver.async_save
-
-    @async_save.setter
-    def async_save(self, value: bool | Literal["overlap"]) -> None:
-        self._saver.async_save = value
-
-    @property
-    def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer's mechanics while fitting."""
-        return self._step.sharded
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last optimizer step, before clipping; the same on all processes."""
-        return self._step.grad_norm
-
-    @property
-    def step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped."""
-        return self._step.skipped
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps that were skipped because something was not finite."""
-        return self._step.skipped_steps
-
-    @property
-    def comm_plugins(self) -> list[CommPlugin]:
-        """Those in use: one, or one for each size of MoE layers."""
-        return self._experts.plugins
 
     def own_drops(self) -> dict[str, dict[str, Tensor]]:
         """What each plugin dropped of this process' tokens: copies of its counters by name, on the device."""
@@ -686,7 +636,7 @@ class MoEStrategy(ParallelStrategy):
         """
         self._saver.finish()
 
-    def _settle(self) -> None:
+    def _synchronise(self) -> None:
         """Wait for copies and weights that are on their way, and make buffers equal."""
         self.finish_copy()
         self.wait_for_weights()

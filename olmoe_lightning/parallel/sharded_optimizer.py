@@ -314,6 +314,11 @@ class ShardedOptimizer:
         for bucket in reversed(self.buckets):
             bucket.finish_gather()
 
+    def updated(self) -> dict[nn.Parameter, int]:
+        """Elements of each parameter that this process updates."""
+        sizes = {number: shard.stop - shard.start for number, shard in self.shards.items()}
+        return {parameter: sizes.get(number, 0) for _, parameter, number in self.parameters}
+
     def bucket_of(self) -> dict[nn.Parameter, Bucket]:
         """The bucket of each parameter that has one."""
         return {parameter: bucket for bucket in self.buckets for _, parameter, _ in bucket.parameters}

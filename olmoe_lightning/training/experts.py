@@ -25,7 +25,9 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     A layer of another package marks its own with ``parameter.is_expert = True``.
     """
-    ours = [parameter for part in module.modules() if isinstance(part, Experts) for parameter in part.parameters()]
+    ours = [
+        weight for part in module.modules() if isinstance(part, Experts) for weight in (part.w_gate_up, part.w_down)
+    ]
     return ours + [parameter for parameter in module.parameters() if getattr(parameter, "is_expert", False)]
 
 

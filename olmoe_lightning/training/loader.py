@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
-from olmoe_lightning.training.saver import topology
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Loader:
         record = _record(checkpoint)
         if record is None:
             return None
-        same = len(record.random) == mesh.world.size and topology(mesh) == record.topology
+        same = len(record.random) == mesh.world.size and asdict(mesh.shape) == record.topology
         self._random = record.random[mesh.rank] if same else None
         restore_random_state(self._random, record.random[0], mesh.rank, device)
         return record.skipped_steps

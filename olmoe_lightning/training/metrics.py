@@ -74,7 +74,7 @@ class LanguageModelMetrics(nn.Module):
         self.source_names: list[str] = []
 
     def set_sources(self, names: Sequence[str]) -> None:
-        """Make room for the loss of each source of the data.
+        """Prepare the loss of each source of the data.
 
         Args:
             names: in the order of ``source_ids``; equal ones get a number so that each has its own curve.

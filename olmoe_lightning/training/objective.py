@@ -1,4 +1,4 @@
-"""What a batch comes to: sums over its tokens, whether one process has all layers or a pipeline cuts them into stages.
+"""Loss sums of a batch over its tokens, whether one process has all layers or a pipeline cuts them into stages.
 
 Sums add up exactly over microbatches, accumulated batches and processes, whatever their numbers of tokens. Lightning
 wants a mean of ``training_step``, for its progress bar and its loops: :func:`mean_output` divides and
@@ -77,18 +77,22 @@ class Objective:
         self._metrics = metrics
         self._token_bytes = token_bytes
 
-    def whole(self, batch: Mapping[str, Tensor], aux_scale: Tensor | None) -> tuple[Sums, RoutingStats | None]:
+    def whole(
+        self, batch: Mapping[str, Tensor], aux_scale: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Sums, RoutingStats | None]:
         """Of a batch whose layers are all in this process.
 
         Args:
             batch: ``input_ids``, ``labels`` and what else :class:`~olmoe_lightning.OLMoE` takes.
-            aux_scale: fp32 [], the factor of the routers' losses in the backward pass; ``None`` without one.
+            aux_scale: from the number of tokens, int64 [], to the factor of the routers' losses in the backward pass,
+                fp32 []; ``None`` without a backward pass.
 
         Returns:
             The sums of :meth:`pipeline_loss` and the statistics of the routers.
         """
         counted = batch["labels"] != IGNORE_INDEX
-        hidden, stats = self._model()(batch["input_ids"], batch.get("document_ids"), counted, aux_scale)
+        scale = aux_scale(counted.sum().clamp(min=1)) if aux_scale is not None else None
+        hidden, stats = self._model()(batch["input_ids"], batch.get("document_ids"), counted, scale)
         return self.pipeline_loss(hidden, batch), stats
 
     def staged(

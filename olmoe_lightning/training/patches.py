@@ -1,7 +1,7 @@
 """Methods of Lightning's objects that are replaced during a run, and given back at its end: all of them, here.
 
-Lightning has no hook for these three: what clips in a precision plugin, what advances a schedule in a module, and what
-asks whether a file exists in a ``ModelCheckpoint``.
+Lightning has no hook for these three: what clips in a precision plugin, what advances an lr_schedule in a module, and
+what asks whether a file exists in a ``ModelCheckpoint``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 
 class Patches:
-    """Replaced methods of objects, on the objects alone."""
+    """Replaced methods: set on the instance, not on its class."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str]] = []
@@ -28,8 +28,8 @@ class Patches:
         self._replace(precision, "clip_grad_by_norm", by_norm)
         self._replace(precision, "clip_grad_by_value", by_value)
 
-    def step_schedules(self, module: LightningModule, advances: Callable[[Any], bool]) -> None:
-        """Let a schedule stand still after some optimizer steps.
+    def step_lr_schedules(self, module: LightningModule, advances: Callable[[Any], bool]) -> None:
+        """Let an lr_schedule stand still after some optimizer steps.
 
         Args:
             module: whose ``lr_scheduler_step`` it is.

@@ -13,6 +13,9 @@ from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, StageBuilder
 from olmoe_lightning.parallel.pipeline.stages import StageMap, find_pipeline_schedule, make_stage_map
 
+STAGE_BUILDER = ("pipeline_layers", "pipeline_stage", "pipeline_hidden", "pipeline_loss")
+"""What a builder of stages must have."""
+
 
 @runtime_checkable
 class PipelineModule(Protocol):
@@ -35,7 +38,7 @@ def stage_builder(module: nn.Module) -> StageBuilder:
         MisconfigurationException: it has none; the message names what is missing.
     """
     builder: Any = module.pipeline_stages() if isinstance(module, PipelineModule) else module
-    missing = [name for name in vars(StageBuilder) if name.startswith("pipeline_") and not hasattr(builder, name)]
+    missing = [name for name in STAGE_BUILDER if not hasattr(builder, name)]
     if missing:
         raise MisconfigurationException(
             f"{type(module).__name__} cannot be cut into stages: it has no {', '.join(missing)}; implement "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from olmoe_lightning.parallel import Mesh, MeshShape
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS_SECONDS = 12.0
+_GRACE_SECONDS = 12.0
 """How long children of a process that failed have to say what went wrong with them, before they are ended."""
 
 
@@ -53,7 +54,7 @@ class Launcher(ScriptLauncher):
 
 
 class Processes:
-    """Those of a run, as one of them sees them.
+    """The processes of a run: joins them to a mesh, and makes the collectives that Lightning asks for.
 
     Args:
         pipeline_size: see :class:`~olmoe_lightning.MoEStrategy`.
@@ -94,7 +95,7 @@ class Processes:
         return MeshShape.of_world(max(world_size, 1), self.pipeline_size, self.expert_size)
 
     def join(self, environment: ClusterEnvironment, world_size: int, device: torch.device) -> None:
-        """Meet the others, once: a process that trains several times stays in its groups.
+        """Join the process group; later runs of this process reuse it.
 
         Raises:
             RuntimeError: they could not be reached.
@@ -130,39 +131,39 @@ class Processes:
         return self._mesh
 
     @property
-    def several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether this process has joined others."""
         return self._mesh is not None and self._mesh.world.size > 1
 
     @property
     def interrupted(self) -> bool:
         """Whether there are others, and this process failed, so that they would not answer."""
-        return self.several and self._is_interrupted()
+        return self.is_distributed and self._is_interrupted()
 
     @property
-    def answering(self) -> bool:
+    def can_communicate(self) -> bool:
         """Whether there are others that take part in collectives."""
-        return self.several and distributed_is_initialized() and not self.interrupted
+        return self.is_distributed and distributed_is_initialized() and not self.interrupted
 
     # ---------------------------------------------------------------------------------------------- collectives
 
     def barrier(self) -> None:
         """Return when all processes have called it."""
-        if self.answering:
+        if self.can_communicate:
             dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The object of one process on all of them."""
-        return self.mesh.world.broadcast_object(value, source) if self.answering else value
+        return self.mesh.world.broadcast_object(value, source) if self.can_communicate else value
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum over the processes that see different samples."""
         result = tensor.detach().to(self._device).clone()
-        return self.mesh.data.all_reduce(result) if self.answering else result
+        return self.mesh.data.all_reduce(result) if self.can_communicate else result
 
     def reduce(self, tensor: Tensor | Any, group: Any | None, reduce_op: Any) -> Tensor | Any:
         """A new tensor: ``mean``, ``avg``, ``sum``, or what an operation of ``torch.distributed`` makes of all."""
-        if not self.answering or not isinstance(tensor, Tensor):
+        if not self.can_communicate or not isinstance(tensor, Tensor):
             return tensor
         mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
         if isinstance(reduce_op, str) and not mean:
@@ -173,13 +174,12 @@ class Processes:
 
     # ---------------------------------------------------------------------------------------------- the end
 
-    def end_children(self, exception: BaseException, launcher: Any) -> None:
-        """Name the process that failed, and do not leave the children of its launcher waiting for it."""
-        if not self.several:
+    def end_children(self, exception: BaseException, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Name the process that failed, and do not leave the processes that it started waiting for it."""
+        if not self.is_distributed:
             return
         log.error(f"{self._mesh} failed: {type(exception).__name__}: {exception}")
-        children = getattr(launcher, "procs", [])
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + _GRACE_SECONDS
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.1)
         for child in children:

@@ -6,7 +6,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 """Of a checkpoint, beside its tensors."""
-_PATIENCE_SECONDS = 10.0
+_JOIN_SECONDS = 10.0
 _SLICE = 2**20
 
 
@@ -102,21 +102,12 @@ class Saver:
         async_save: bool | Literal["overlap"],
         on_save_error: Literal["raise", "warn"],
     ) -> None:
-        for name, value, allowed in (
-            ("state_dict_type", state_dict_type, ("sharded", "full")),
-            ("on_save_error", on_save_error, ("raise", "warn")),
-        ):
-            if value not in allowed:
-                raise UserError(f"{name} ({value!r}) must be {allowed[0]!r} or {allowed[1]!r}")
-        if async_save not in (False, True, "overlap"):
-            raise UserError(f"async_save ({async_save!r}) must be False, True or 'overlap'")
-        if async_save and state_dict_type == "full":
-            raise UserError("async_save=True needs state_dict_type='sharded': a joined file is written by rank 0 alone")
-        self.state_dict_type = state_dict_type
-        self.async_save = async_save
-        self.on_save_error = on_save_error
+        self._state_dict_type, self._async_save = state_dict_type, async_save
+        self._on_save_error = on_save_error
+        self._check()
         self._mesh = Mesh.single()
         self._device = torch.device("cpu")
+        self._timeout = timedelta(minutes=30)
         self._axis: Axis | None = None  # of saves in the background, with a process group of their own
         self._queue: SaveQueue | None = None
         self._buffers = CopyBuffers()
@@ -125,27 +116,80 @@ class Saver:
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None
 
+    def _check(self) -> None:
+        for name, value, allowed in (
+            ("state_dict_type", self._state_dict_type, ("sharded", "full")),
+            ("on_save_error", self._on_save_error, ("raise", "warn")),
+        ):
+            if value not in allowed:
+                raise UserError(f"{name} ({value!r}) must be {allowed[0]!r} or {allowed[1]!r}")
+        if self._async_save not in (False, True, "overlap"):
+            raise UserError(f"async_save ({self._async_save!r}) must be False, True or 'overlap'")
+        if self._async_save and self.full:
+            raise UserError("async_save=True needs state_dict_type='sharded': a joined file is written by rank 0 alone")
+
     @property
     def full(self) -> bool:
         """Whether a checkpoint is one file."""
-        return self.state_dict_type == "full"
+        return self._state_dict_type == "full"
+
+    @property
+    def state_dict_type(self) -> Literal["sharded", "full"]:
+        """Of the next checkpoint."""
+        return self._state_dict_type
+
+    @state_dict_type.setter
+    def state_dict_type(self, value: Literal["sharded", "full"]) -> None:
+        self._state_dict_type = value
+        self._check()
+
+    @property
+    def async_save(self) -> bool | Literal["overlap"]:
+        """Of the next checkpoint."""
+        return self._async_save
+
+    @async_save.setter
+    def async_save(self, value: bool | Literal["overlap"]) -> None:
+        self._async_save = value
+        self._check()
+
+    @property
+    def on_save_error(self) -> Literal["raise", "warn"]:
+        """What a failed save does."""
+        return self._on_save_error
+
+    @on_save_error.setter
+    def on_save_error(self, value: Literal["raise", "warn"]) -> None:
+        self._on_save_error = value
+        self._check()
 
     # ---------------------------------------------------------------------------------------------- a run
 
     def clean_folders(self, folders: Iterable[Any]) -> None:
-        """Put in order what killed runs have left; on rank 0, before Lightning looks for the last checkpoint."""
+        """Remove temporary directories of killed saves; on rank 0, before Lightning looks for the last checkpoint."""
         self._cleaned = set()
         for folder in folders if not self.full else ():
             if folder is not None and "://" not in str(folder):
                 self._clean(Path(folder))
 
     def open(self, mesh: Mesh, device: torch.device, timeout: timedelta) -> None:
-        """Make ready for the saves of a run; collective. Those in the background get a process group of their own."""
-        self._mesh, self._device = mesh, device
+        """Make ready for the saves of a run.
+
+        Args:
+            mesh: its processes.
+            device: of this process.
+            timeout: of the collectives.
+        """
+        self._mesh, self._device, self._timeout = mesh, device, timeout
         self._manifest = None
-        if self.async_save and mesh.world.size > 1 and (self._axis is None or self._axis.size != mesh.world.size):
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            self._axis = Axis("saves", mesh.world.ranks, mesh.world.rank, group)
+
+    def _background_axis(self) -> Axis:
+        """All processes, in a group of their own: training goes on in the others'; collective when it is made."""
+        world = self._mesh.world
+        if self._axis is None or self._axis.ranks != world.ranks:
+            group = dist.new_group(backend="gloo", timeout=self._timeout) if world.size > 1 else None
+            self._axis = Axis("saves", world.ranks, world.rank, group)
+        return self._axis
 
     def close(self, interrupted: bool) -> None:
         """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
@@ -153,7 +197,7 @@ class Saver:
         self._copy = None
         queue, self._queue = self._queue, None
         if queue is not None:
-            queue.close(_PATIENCE_SECONDS if interrupted else None)
+            queue.close(_JOIN_SECONDS if interrupted else None)
             for error in queue.report(queue.ended):
                 log.error(f"{self._mesh}: {error}")
         self._buffers.clear()
@@ -182,7 +226,7 @@ class Saver:
         """
         self._last_failed = True
         random = self._mesh.world.gather_objects(capture_random_state(self._device))
-        record = RunRecord(FORMAT, topology(self._mesh), run.skipped_steps, random)
+        record = RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps, random)
         try:
             action = partial(write, checkpoint | {KEY: record.joined_entry()}, path)
             share(path, action, self._mesh.world)
@@ -215,7 +259,7 @@ class Saver:
         if self._queue is not None:
             self._queue.drain()
         try:
-            self._write(Path(path), self._snapshot(checkpoint, run))
+            self._write(Path(path), self._snapshot(checkpoint, run), self._mesh.world)
         except SaveError as error:
             self._report(error)
 
@@ -234,7 +278,7 @@ class Saver:
             ranges,
             {name for name, tensor in ownership.tensors.items() if ownership.is_trained(tensor)},
             own,
-            RunRecord(FORMAT, topology(self._mesh), run.skipped_steps),
+            RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps),
             checkpoint | {"state_dict": {}},  # it lies beside this dictionary
             self._manifest or {},
         )
@@ -270,7 +314,7 @@ class Saver:
                 Range(part.name, part.size, part.start, value)
                 for part, value in zip(snapshot.ranges, values, strict=True)
             ]
-            write = partial(self._write, target, snapshot, self._copy)
+            write = partial(self._write, target, snapshot, self._background_axis(), self._copy)
             queue.add_save(write, str(target), partial(self._buffers.give_back, values))
         except BaseException:
             queue.release()
@@ -281,19 +325,19 @@ class Saver:
         if self._copy is not None:
             self._copy.join()
 
-    def _write(self, target: Path, snapshot: Snapshot, copying: Copy | None = None) -> None:
+    def _write(self, target: Path, snapshot: Snapshot, axis: Axis, copying: Copy | None = None) -> None:
         """Write, make durable, publish; on all processes, in this thread or another.
 
         Args:
             target: the checkpoint's name.
             snapshot: what is written.
+            axis: all processes, in a group in which nothing else communicates now.
             copying: by which the ranges get their values, if it may still be going on.
 
         Raises:
             SaveError: it did not work, and the target is as it was.
         """
         self._last_failed = True
-        axis = self._axis if self._axis is not None and self.async_save else self._mesh.world
         own = snapshot.own
         try:
             if copying is not None:
@@ -301,7 +345,7 @@ class Saver:
             own.not_finite = sorted(
                 {p.name for p in snapshot.ranges if snapshot.updated_by_optimizer(p) and not is_finite(p.values)}
             )
-        except Exception as error:  # the others learn of it: each save of theirs must meet the same one of this process
+        except Exception as error:  # shared below: all ranks must call the collectives of this save
             own.failed = f"rank {axis.rank}: {type(error).__name__}: {error}"
         everyone = axis.gather_objects(own)
         temporary = Path(share(target, partial(self._begin, target, everyone), axis))
@@ -414,12 +458,6 @@ class Saver:
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}")
 
 
-def topology(mesh: Mesh) -> dict[str, int]:
-    """Sizes of a mesh by axis."""
-    shape = mesh.shape
-    return {"pipeline": shape.pipeline, "expert_replica": shape.expert_replica, "expert": shape.expert}
-
-
 def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[RankRecord]) -> None:
     """On rank 0: what is not tensors, and then all of it under its name."""
     index = directories.SafeReader(temporary).read_metadata()
@@ -453,7 +491,7 @@ def share(target: Any, action: Callable[[], Any], axis: Axis) -> Any:
         except Exception as error:  # torch.save raises all kinds, and the others must not be left waiting
             cause, problem = error, str(error)
             if not isinstance(error, SaveError):
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                kind = "" if isinstance(error, OSError | UserError) else f"{type(error).__name__}: "
                 problem = f"no checkpoint was written to {target}: {kind}{error}"
     found, problem = axis.broadcast_object((found, problem))
     if problem is not None:

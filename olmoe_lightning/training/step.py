@@ -6,7 +6,6 @@ all are put together, and the optimizer updates. A pipeline makes its gradients 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from olmoe_lightning._torch import foreach_mul_
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.grad_norm import clip_coefficient
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.training.objective import read_output
-
-log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
@@ -57,12 +55,17 @@ class OptimizerStep:
 
     Args:
         on_non_finite: see :class:`~olmoe_lightning.MoEStrategy`.
+
+    Raises:
+        UserError: it is neither ``skip`` nor ``raise``.
     """
 
     def __init__(self, on_non_finite: Literal["skip", "raise"]) -> None:
-        self.on_non_finite = on_non_finite
+        if on_non_finite not in ("skip", "raise"):
+            raise UserError(f"on_non_finite ({on_non_finite!r}) must be 'skip' or 'raise'")
+        self.on_non_finite: Literal["skip", "raise"] = on_non_finite
         self.run: Run | None = None
-        """Of the fit under way, or of the last one until its optimizer is given up."""
+        """Of the fit under way, or of the last one until the next."""
         self.grad_norm: float | None = None
         """Global norm of the last step's mean gradient, before clipping; the same on all processes."""
         self.skipped = False
@@ -85,16 +88,22 @@ class OptimizerStep:
         self.run = run
         self._open, self._loss = False, None
 
-    def close_run(self, wait: bool = True) -> None:
+    def close_run(self, interrupted: bool = False, restore_masters: bool = False) -> None:
         """The fit is over; the optimizer can still be saved.
 
         Args:
-            wait: for weights that are on their way; not if the others may be gone.
+            interrupted: the others may be gone, so that nothing can be waited for.
+            restore_masters: let the module leave with its fp32 masters, so that a second fit does not start from
+                rounded weights.
         """
-        if self.run is not None:
-            self.run.waits.close()
-            if wait:
-                self.run.sharded.close()
+        if self.run is None:
+            return
+        self.run.waits.close()
+        if interrupted:
+            return
+        for parameter, value in self.run.sharded.local_masters().items() if restore_masters else ():
+            parameter.data = value
+        self.run.sharded.close()
 
     def forget_run(self) -> None:
         """Give its optimizer up."""
@@ -123,11 +132,12 @@ class OptimizerStep:
         self._gradients_made = True
         self._begin_backward(sync=False)
 
-    def end_forward(self, output: Any, staged: bool) -> None:
+    def end_forward(self, output: Any, module: str, staged: bool) -> None:
         """``training_step`` has returned.
 
         Args:
             output: what it returned.
+            module: name of the module's class.
             staged: whether the module is cut into stages.
 
         Raises:
@@ -136,14 +146,15 @@ class OptimizerStep:
         if self.run is None:
             return
         found = read_output(output)
-        if found is None:  # Lightning has words for that, or skips the batch
+        if found is None:  # Lightning raises, or skips the batch
             if self._last_batch and self._open:
                 self._begin_backward(sync=True)
                 self._finish(self.run)
             return
         if staged and not self._gradients_made:
             raise RuntimeError(
-                "training_step did not call self.trainer.strategy.pipeline_step, so that the stages made no gradients"
+                f"{module}.training_step did not call self.trainer.strategy.pipeline_step, so that the stages made no "
+                "gradients"
             )
         self._loss = found.loss_sum
         self.run.sharded.add_loss(found.loss, found.num_tokens)

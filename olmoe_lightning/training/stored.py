@@ -1,4 +1,4 @@
-"""Language models and their checkpoints: one from a checkpoint alone, and what a checkpoint must not change."""
+"""A module from a checkpoint directory, and hyperparameters compared when a run resumes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def load_directory(
     checkpoint["hyper_parameters"] = {**saved, **overrides}
     known = inspect.signature(cls.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    module = cls(**{k: v for k, v in checkpoint["hyper_parameters"].items() if takes_all or k in known})
-    module.configure_model()
+    module: Any = cls(**{k: v for k, v in checkpoint["hyper_parameters"].items() if takes_all or k in known})
+    module.built()
     module.on_load_checkpoint(checkpoint)
     load_sharded(module, checkpoint, module.strict_loading if strict is None else strict)
-    return module.to(map_location or "cpu")
+    moved: Module = module.to(map_location or "cpu")
+    return moved
 
 
 def refuse_other_network(config: ModelConfig, hyper_parameters: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
-"""Continuing prompts with a model whose layers or experts may be spread over processes.
+"""Text from a model whose layers or experts may be spread over processes.
 
 B batch, S prompt length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from olmoe_lightning.parallel.mesh import Mesh
 from olmoe_lightning.parallel.pipeline.runner import PipelineRunner
 
 
-class Writer:
-    """Writes text with a model.
+class TextGenerator:
+    """Continues prompts with a model.
 
     Args:
         model: the transformer, or the layers of this process.
@@ -55,16 +56,20 @@ class Writer:
         with _evaluating(self.model):
             if self.pipeline is None:
                 return generate(self.model, prompt_ids, max_new_tokens, temperature, top_p, eos_id, generator)
-            sample = _Sampler(temperature, top_p, generator)
+            check_request(prompt_ids, max_new_tokens, temperature, top_p, self.model.config.max_seq_len)
+            sample = partial(sample_token, temperature=temperature, top_p=top_p, generator=generator)
             return self._through_stages(self.pipeline, prompt_ids, max_new_tokens, sample, eos_id)
 
     @torch.no_grad()
     def _through_stages(
-        self, pipeline: PipelineRunner, prompt_ids: Tensor, max_new_tokens: int, sample: _Sampler, eos_id: int | None
+        self,
+        pipeline: PipelineRunner,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        sample: Callable[[Tensor], Tensor],
+        eos_id: int | None,
     ) -> Tensor:
-        """The process of the last stage chooses the tokens."""
-        config = self.model.config
-        check_request(prompt_ids, max_new_tokens, sample.temperature, sample.top_p, config.max_seq_len)
+        """The process of the last stage chooses the tokens, by ``sample`` from logits, fp32 [B, V]."""
 
         def next_token(ids: Tensor) -> Tensor:
             hidden = pipeline.forward(ids, {"labels": ids}, parts=1)
@@ -72,7 +77,7 @@ class Writer:
             return pipeline.from_last(chosen)
 
         stages = [stage for stage in pipeline.modules.values() if isinstance(stage, Stage)]
-        cache = KVCache(config, prompt_ids.shape[1] + max_new_tokens)
+        cache = KVCache(self.model.config, prompt_ids.shape[1] + max_new_tokens)
         for stage in stages:
             stage.cache = cache
         try:
@@ -82,8 +87,13 @@ class Writer:
                 stage.cache = None
                 stage.take_stats()
 
-    def continue_rows(
-        self, batch: Mapping[str, Tensor], settings: GenerationConfig, eos_id: int | None, seed: int
+    def complete_rows(
+        self,
+        batch: Mapping[str, Tensor],
+        settings: GenerationConfig,
+        eos_id: int | None,
+        seed: int,
+        generate: Callable[..., Tensor],
     ) -> list[Continuation]:
         """Give the beginning of each row to the model and let it go on.
 
@@ -92,6 +102,7 @@ class Writer:
             settings: where to cut, and how to go on.
             eos_id: token that ends a document, if there is one.
             seed: of the sampling.
+            generate: continues prompts of one length, as :meth:`generate` does.
 
         Returns:
             One :class:`~olmoe_lightning.model.generation.Continuation` per row that has a prompt, on the CPU.
@@ -107,13 +118,13 @@ class Writer:
         for length in groups:
             rows = [row for row, found in enumerate(lengths) if found == length]
             prompts = torch.stack([pairs[row][0] for row in rows])
-            texts = self.generate(prompts, new, settings.temperature, settings.top_p, eos_id, generator)
+            texts = generate(prompts, new, settings.temperature, settings.top_p, eos_id, generator)
             for row, written in zip(rows, texts[:, length:].cpu(), strict=True):
                 ends = (written == eos_id).nonzero() if eos_id is not None else []
                 written = written[: int(ends[0]) + 1] if len(ends) else written
                 result[row] = Continuation(pairs[row][0].cpu(), written, pairs[row][1].cpu())
         for _ in range(rounds - len(groups)):
-            self.generate(torch.zeros(1, 1, dtype=torch.int64, device=device), new)
+            generate(torch.zeros(1, 1, dtype=torch.int64, device=device), new)
         return [result[row] for row in sorted(result)]
 
     def _agreed(self, rounds: int, new: int, device: torch.device) -> tuple[int, int]:
@@ -121,14 +132,6 @@ class Writer:
         found = torch.tensor([rounds, -new], device=device)
         most, negative = self.mesh.expert.all_reduce(found, torch.distributed.ReduceOp.MAX).tolist()
         return most, -negative
-
-
-class _Sampler:
-    def __init__(self, temperature: float, top_p: float, generator: torch.Generator | None) -> None:
-        self.temperature, self.top_p, self.generator = temperature, top_p, generator
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return sample_token(logits, self.temperature, self.top_p, self.generator)
 
 
 @contextmanager

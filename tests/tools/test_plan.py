@@ -10,7 +10,7 @@ from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.tools.plan import draw_timeline
 from olmoe_lightning.tools.timeline import simulate
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ONE_F_ONE_B = ["plan", "--schedule", "1f1b", "--pipeline-parallel", "4", "--num-microbatches", "8"]
 
 

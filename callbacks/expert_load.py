@@ -55,7 +55,7 @@ class ExpertLoadMonitor(Callback):
         per_layer: log every layer, not only mean and worst.
 
     Raises:
-        ValueError: a number is out of range.
+        UserError: a number is out of range.
     """
 
     reads_weights_between_steps = False

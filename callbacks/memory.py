@@ -30,7 +30,7 @@ class MemoryMonitor(Callback):
         every_n_steps: optimizer steps between reports; ``None`` for the trainer's ``log_every_n_steps``.
 
     Raises:
-        ValueError: ``every_n_steps`` is below 1.
+        UserError: ``every_n_steps`` is below 1.
     """
 
     reads_weights_between_steps = False

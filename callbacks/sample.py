@@ -31,7 +31,7 @@ class SampleText(Callback):
         seed: seed of the generator.
 
     Raises:
-        ValueError: a number is out of range.
+        UserError: a number is out of range.
     """
 
     reads_weights_between_steps = False

@@ -46,8 +46,8 @@ class ThroughputMonitor(Callback):
             measured).
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: batches have no ``input_ids``.
+        UserError: a number is out of range.
+        UserTypeError: batches have no ``input_ids``.
     """
 
     reads_weights_between_steps = False

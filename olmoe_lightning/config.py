@@ -68,7 +68,7 @@ class ModelConfig:
         recompute: what the backward pass recomputes instead of keeping: nothing, whole blocks, or only the experts.
 
     Raises:
-        ValueError: a field is out of range or two fields contradict each other; the message has both numbers.
+        UserError: a field is out of range or two fields contradict each other; the message has both numbers.
     """
 
     vocab_size: int
@@ -244,7 +244,7 @@ class ModelConfig:
         """A copy with some fields changed, validated again.
 
         Raises:
-            ValueError: a name is not a field, or the result is invalid.
+            UserError: a name is not a field, or the result is invalid.
         """
         fields = [field.name for field in dataclasses.fields(self)]
         _require_known(changes, fields)
@@ -259,7 +259,7 @@ class ModelConfig:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            ValueError: a key is not a field, a field without default is missing, or the result is invalid.
+            UserError: a key is not a field, a field without default is missing, or the result is invalid.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         _require_known(values, list(fields))
@@ -276,7 +276,7 @@ class ModelConfig:
             overrides: fields to change.
 
         Raises:
-            ValueError: no preset has that name (the message lists them), or an override is invalid.
+            UserError: no preset has that name (the message lists them), or an override is invalid.
         """
         if name not in PRESETS:
             raise UserError(

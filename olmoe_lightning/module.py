@@ -79,7 +79,7 @@ class OLMoE(LightningModule):
         generation: how ``predict`` continues the rows of a batch.
 
     Raises:
-        ValueError: an argument is out of range, or the warm-up is given twice.
+        UserError: an argument is out of range, or the warm-up is given twice.
     """
 
     reads_weights_between_steps = False

@@ -38,7 +38,7 @@ def local_experts(full: Tensor, axis: Axis, experts: int) -> Tensor:
     """The shard of this process, [experts, ...], of a parameter with all experts.
 
     Raises:
-        ValueError: ``full`` does not hold that many experts.
+        UserError: ``full`` does not hold that many experts.
     """
     if full.shape[0] != experts * axis.size:
         raise UserError(
@@ -201,7 +201,7 @@ def refuse_other_groups(sharded: ShardedOptimizer, saved: Mapping[str, str]) -> 
     """Stop if a parameter was in another group when the checkpoint was written: it would get the other's options.
 
     Raises:
-        ValueError: says which first.
+        UserError: says which first.
     """
     here = groups_of_parameters(sharded)
     moved = [name for name, group in here.items() if name in saved and saved[name] != group]
@@ -264,7 +264,7 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
     """Give the optimizer its part of a single process' ``state_dict``.
 
     Raises:
-        ValueError: it has other parameter groups than the optimizer.
+        UserError: it has other parameter groups than the optimizer.
     """
     names = saved.get("names", {})
     state_by_name: dict[str, dict[str, Any]] = {}

@@ -38,8 +38,8 @@ def generate(
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
 
     Raises:
-        ValueError: a number is out of range, or the tokenizer does not fit the model.
-        FileNotFoundError: there is no such checkpoint.
+        UserError: a number is out of range, or the tokenizer does not fit the model.
+        MissingFileError: there is no such checkpoint.
     """
     if num_samples < 1:
         raise UserError(f"num_samples ({num_samples}) must be at least 1")

@@ -28,7 +28,7 @@ class GenerationConfig:
         seed: of the sampling.
 
     Raises:
-        ValueError: ``prompt_tokens`` is below 1.
+        UserError: ``prompt_tokens`` is below 1.
     """
 
     prompt_tokens: int | None = None
@@ -132,7 +132,7 @@ def generate(
         int64 [B, S + new].
 
     Raises:
-        ValueError: an empty prompt, a sampling parameter out of range, or more positions than ``max_seq_len``.
+        UserError: an empty prompt, a sampling parameter out of range, or more positions than ``max_seq_len``.
     """
     check_request(prompt_ids_BS, max_new_tokens, temperature, top_p, model.config.max_seq_len)
     cache = KVCache(model.config, prompt_ids_BS.shape[1] + max_new_tokens)

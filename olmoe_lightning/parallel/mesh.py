@@ -30,7 +30,7 @@ class MeshShape:
         """The shape in which ``world_size`` processes hold stages of ``pipeline`` and shards of ``expert`` ranks.
 
         Raises:
-            ValueError: a size is not positive, or their product does not divide the number of processes.
+            UserError: a size is not positive, or their product does not divide the number of processes.
         """
         for name, size in (("pipeline_parallel_size", pipeline), ("expert_parallel_size", expert)):
             if size < 1:
@@ -134,7 +134,7 @@ class Mesh:
         none can be given back while another rank may still use it.
 
         Raises:
-            ValueError: the shape has another number of processes than the default group.
+            UserError: the shape has another number of processes than the default group.
         """
         if shape.world != dist.get_world_size():
             raise UserError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")

@@ -73,7 +73,7 @@ class ShardedOptimizer:
             backward pass): let it be the buffer itself.
 
     Raises:
-        ValueError: the optimizer is not element-wise although it is to be sharded, or it holds a parameter that is not
+        UserError: the optimizer is not element-wise although it is to be sharded, or it holds a parameter that is not
             the module's.
     """
 
@@ -288,7 +288,7 @@ class ShardedOptimizer:
         """Notice parameters that were added to the optimizer, or unfrozen, during the run.
 
         Raises:
-            ValueError: their number, or their names.
+            UserError: their number, or their names.
         """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:

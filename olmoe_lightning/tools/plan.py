@@ -49,7 +49,7 @@ def plan(
         output: picture of the timeline to write, .png or .svg.
 
     Raises:
-        ValueError: the numbers do not fit each other or the schedule.
+        UserError: the numbers do not fit each other or the schedule.
     """
     if output is not None and output.suffix.lower() not in FORMATS:
         raise UserError(f"output {str(output)!r} must end with {' or '.join(FORMATS)}")

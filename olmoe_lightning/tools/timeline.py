@@ -51,7 +51,7 @@ class Durations:
         transfer: until a result that left one rank is at the next.
 
     Raises:
-        ValueError: a duration is negative or not finite, or all computation takes no time.
+        UserError: a duration is negative or not finite, or all computation takes no time.
     """
 
     forward: float = 1.0
@@ -163,7 +163,7 @@ def action_table(schedule: str, pipeline_size: int, stages_per_rank: int, num_mi
         num_microbatches: M.
 
     Raises:
-        ValueError: the schedule cannot run with these numbers.
+        UserError: the schedule cannot run with these numbers.
     """
     found = find_pipeline_schedule(schedule)
     found.check(pipeline_size, stages_per_rank, num_microbatches)
@@ -238,7 +238,7 @@ def simulate(
             Equal if not given.
 
     Raises:
-        ValueError: the schedule cannot run with these numbers, or the costs do not fit.
+        UserError: the schedule cannot run with these numbers, or the costs do not fit.
     """
     table = action_table(schedule, pipeline_size, stages_per_rank, num_microbatches)
     num_stages = pipeline_size * stages_per_rank

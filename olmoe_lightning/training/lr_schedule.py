@@ -28,7 +28,7 @@ def make_lr_schedule(
         decay_fraction: share of the run in which ``wsd`` decays, 0 to 1.
 
     Raises:
-        ValueError: a number is out of range, or the warm-up is longer than the run.
+        UserError: a number is out of range, or the warm-up is longer than the run.
     """
     if kind not in get_args(LRSchedule):
         raise UserError(f"schedule ({kind!r}) must be one of {', '.join(map(repr, get_args(LRSchedule)))}")

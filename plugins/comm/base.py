@@ -75,7 +75,7 @@ class CommPlugin(ABC, Generic[HandleT]):
             spec: sizes and types.
 
         Raises:
-            ValueError: it cannot serve this axis or spec; the message has the numbers.
+            UserError: it cannot serve this axis or spec; the message has the numbers.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ def check_setup(plugin: CommPlugin, axis: Axis, spec: CommSpec, instead: str | N
         E_local.
 
     Raises:
-        ValueError: the plugin cannot serve this axis, or the experts cannot be shared out equally.
+        UserError: the plugin cannot serve this axis, or the experts cannot be shared out equally.
     """
     where = describe(axis)
     if reason := plugin.unavailable(axis.size, spec.device):
@@ -156,7 +156,7 @@ def check_same_sizes(plugin: CommPlugin, axis: Axis, spec: CommSpec, sizes_by_ra
         sizes_by_rank: :attr:`CommSpec.sizes` of all of them.
 
     Raises:
-        ValueError: on all processes, when they differ.
+        UserError: on all processes, when they differ.
     """
     if len(set(sizes_by_rank)) > 1:
         raise UserError(
@@ -198,7 +198,7 @@ def check_operands(where: str, spec: CommSpec, x_TD: Tensor, expert_ids_TK: Tens
     """Compare a dispatch with the spec.
 
     Raises:
-        ValueError: a shape differs; the message has all of them.
+        UserError: a shape differs; the message has all of them.
     """
     wanted = [(len(x_TD), spec.d_model), (len(x_TD), spec.top_k), (len(x_TD), spec.top_k)]
     found = [tuple(tensor.shape) for tensor in (x_TD, expert_ids_TK, weights_TK)]

@@ -60,8 +60,8 @@ def make_comm(comm: str | CommPlugin, axis_size: int, device: torch.device) -> C
         device: where the rows will be.
 
     Raises:
-        ValueError: the name is unknown, or its plugin cannot be used here; the message has the reason and what to take.
-        TypeError: neither a name nor an instance.
+        UserError: the name is unknown, or its plugin cannot be used here; the message has the reason and what to take.
+        UserTypeError: neither a name nor an instance.
     """
     if isinstance(comm, type) and issubclass(comm, CommPlugin):
         raise UserTypeError(f"comm is the class {comm.__name__}; give an instance, {comm.__name__}(...)")

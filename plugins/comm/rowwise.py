@@ -127,7 +127,7 @@ class RowwiseComm(CommPlugin[_Handle]):
             are needed.
 
     Raises:
-        ValueError: an option is out of range.
+        UserError: an option is out of range.
     """
 
     name: ClassVar[str] = "rowwise"

@@ -47,7 +47,7 @@ class BF16Precision(Precision):
         """Refuse to train under a strategy that keeps no fp32 masters.
 
         Raises:
-            ValueError: the strategy is not :class:`~olmoe_lightning.MoEStrategy`.
+            UserError: the strategy is not :class:`~olmoe_lightning.MoEStrategy`.
         """
         assert isinstance(model, LightningModule)
         strategy = model.trainer.strategy

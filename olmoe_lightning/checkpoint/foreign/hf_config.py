@@ -56,7 +56,7 @@ def config_from_hf(values: dict[str, Any]) -> ModelConfig:
         values: the content of ``config.json``.
 
     Raises:
-        ValueError: it is not an OLMoE, a size is missing, or it uses something that this model does not have. One
+        UserError: it is not an OLMoE, a size is missing, or it uses something that this model does not have. One
             error lists everything that was found.
     """
     model_type = values.get("model_type")
@@ -117,7 +117,7 @@ def config_to_hf(
             OLMoE's own in their place.
 
     Raises:
-        ValueError: the configuration uses features that Hugging Face OLMoE cannot express; all are listed.
+        UserError: the configuration uses features that Hugging Face OLMoE cannot express; all are listed.
     """
     if problems := inexpressible(config):
         raise _listed("Hugging Face OLMoE cannot express this model", problems)

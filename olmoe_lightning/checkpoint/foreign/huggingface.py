@@ -107,10 +107,10 @@ def convert(
         upcycle_dense_layers: leading layers that stay dense.
 
     Raises:
-        ValueError: not one source and one target; a configuration that cannot be read or expressed; missing,
+        UserError: not one source and one target; a configuration that cannot be read or expressed; missing,
             unexpected or misshapen tensors (one error lists them); a model that cannot be upcycled.
-        FileNotFoundError: the source is missing or incomplete.
-        FileExistsError: the target exists and is not an empty directory.
+        MissingFileError: the source is missing or incomplete.
+        ExistingFileError: the target exists and is not an empty directory.
         OSError: the disk is too small.
     """
     sources = {"from_hf": from_hf, "from_native": from_native}
@@ -162,9 +162,9 @@ def upcycle(
             of the router, and those that only concern training.
 
     Raises:
-        ValueError: the model has experts already, or a field would keep the mixture from computing the same.
-        FileNotFoundError: as :func:`convert`.
-        FileExistsError: as :func:`convert`.
+        UserError: the model has experts already, or a field would keep the mixture from computing the same.
+        MissingFileError: as :func:`convert`.
+        ExistingFileError: as :func:`convert`.
     """
     mixture = upcycled(open_source(Path(source)), num_experts, top_k, seed, dense_layers, overrides)
     _write(mixture, Path(target), "native", None, "4GB")
@@ -201,8 +201,8 @@ def write(
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` as Hugging Face's configuration keeps them.
 
     Raises:
-        ValueError: as :func:`convert`.
-        FileExistsError: as :func:`convert`.
+        UserError: as :func:`convert`.
+        ExistingFileError: as :func:`convert`.
     """
     store = MemoryStore(state)
     compare(store.tensors, native_shapes(config), "the given weights")
@@ -225,7 +225,7 @@ def load_pretrained(model: torch.nn.Module, directory: str, first_expert: int = 
         all_layers: whether the model has all layers; otherwise it is a stage of a pipeline.
 
     Raises:
-        ValueError: tensors are missing, unexpected or misshapen; or the model's configuration describes another
+        UserError: tensors are missing, unexpected or misshapen; or the model's configuration describes another
             function than the checkpoint's.
         RuntimeError: a weight of the model does not hold the value that was written to it.
     """

@@ -74,8 +74,8 @@ class SafetensorsReader:
             ``model.safetensors.index.json``.
 
     Raises:
-        FileNotFoundError: there is no such file, or one that the index names is missing.
-        ValueError: a file is damaged, or the index and the files disagree.
+        MissingFileError: there is no such file, or one that the index names is missing.
+        UserError: a file is damaged, or the index and the files disagree.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,7 +154,7 @@ def write_safetensors(
         advance: called with the number of bytes of each block.
 
     Raises:
-        ValueError: a tensor's blocks do not add up to its shape.
+        UserError: a tensor's blocks do not add up to its shape.
     """
     files: list[list[TensorWriter]] = []
     size = 0
@@ -198,7 +198,7 @@ def write_safetensors_file(
         advance: see there.
 
     Raises:
-        ValueError: see there.
+        UserError: see there.
     """
     # Wider types first, as the library does: then every tensor begins at a multiple of its item size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)

@@ -120,7 +120,7 @@ class Source:
         """The type that some slices have.
 
         Raises:
-            ValueError: they have several.
+            UserError: they have several.
         """
         slices = list(slices)
         found = {self.store.tensors[box.tensor].dtype for box in slices}
@@ -161,8 +161,8 @@ def open_source(path: Path) -> Source:
     """Opens a checkpoint in any of the formats.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or a part of it is missing.
-        ValueError: configuration or tensors cannot be read, or do not fit each other.
+        MissingFileError: there is no checkpoint, or a part of it is missing.
+        UserError: configuration or tensors cannot be read, or do not fit each other.
     """
     if path.is_file() or is_sharded(path):
         return open_native(path)
@@ -173,8 +173,8 @@ def read_config(directory: str) -> ModelConfig:
     """The configuration of a checkpoint in any format that ``convert`` reads.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it cannot be read.
+        MissingFileError: there is none.
+        UserError: it cannot be read.
     """
     path = Path(directory)
     if path.is_file():
@@ -189,8 +189,8 @@ def read_tokenizer(path: Path) -> str | None:
     """The tokenizer of a checkpoint in any format: ``byte``, or the text of a ``tokenizer.json``; None if it has none.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it cannot be read.
+        MissingFileError: there is no checkpoint.
+        UserError: it cannot be read.
     """
     return tokenizer_of(open_source(path))
 
@@ -258,7 +258,7 @@ def compare(found: Mapping[str, TensorInfo], expected: Mapping[str, Shape], what
     """Checks names, shapes and types of tensors.
 
     Raises:
-        ValueError: some are missing, unexpected, misshapen or not floating-point numbers. All kinds are listed.
+        UserError: some are missing, unexpected, misshapen or not floating-point numbers. All kinds are listed.
     """
     both = [name for name in expected if name in found]
     problems = {

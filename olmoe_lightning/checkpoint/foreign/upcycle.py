@@ -57,7 +57,7 @@ def upcycled(
         overrides: further fields of the new configuration: those of the router, and those that only concern training.
 
     Raises:
-        ValueError: the source has experts already, or the mixture would not compute what the dense model does.
+        UserError: the source has experts already, or the mixture would not compute what the dense model does.
     """
     dense = source.config
     if dense.num_dense_layers < dense.num_layers:

@@ -65,7 +65,7 @@ class PipelineSchedule:
         """Refuse numbers with which the schedule cannot run.
 
         Raises:
-            ValueError: names the number, and what it could be.
+            UserError: names the number, and what it could be.
         """
         for name, value in (
             ("pipeline_parallel_size", pipeline_size),
@@ -117,7 +117,7 @@ def find_pipeline_schedule(name: str) -> PipelineSchedule:
     """The schedule of a name.
 
     Raises:
-        ValueError: there is none; the message has the closest name and all of them.
+        UserError: there is none; the message has the closest name and all of them.
     """
     if name not in PIPELINE_SCHEDULES:
         begun = [known for known in PIPELINE_SCHEDULES if name and known.startswith(name.lower())]
@@ -135,7 +135,7 @@ class StageMap:
     schedule demands of V and M; here every layer is in exactly one stage, whoever makes the map.
 
     Raises:
-        ValueError: the number of stages is not P x V, a stage is empty, or the ranges do not follow each other from 0.
+        UserError: the number of stages is not P x V, a stage is empty, or the ranges do not follow each other from 0.
     """
 
     schedule: str
@@ -183,7 +183,7 @@ class StageMap:
         """The pipeline rank of a stage.
 
         Raises:
-            ValueError: there is no such stage.
+            UserError: there is no such stage.
         """
         if not 0 <= stage < self.num_stages:
             raise UserError(f"there is no stage {stage}; there are {self.num_stages}")
@@ -195,7 +195,7 @@ class StageMap:
         """The V stages of a pipeline rank, ascending.
 
         Raises:
-            ValueError: there is no such rank.
+            UserError: there is no such rank.
         """
         if not 0 <= rank < self.pipeline_size:
             raise UserError(f"there is no pipeline rank {rank}; there are {self.pipeline_size}")
@@ -254,7 +254,7 @@ def make_stage_map(
         split: layers of each of the P x V stages, instead of the even split.
 
     Raises:
-        ValueError: unknown schedule; V or M that it cannot run with; fewer layers than stages; costs or a split that
+        UserError: unknown schedule; V or M that it cannot run with; fewer layers than stages; costs or a split that
             do not fit. The message has the numbers.
     """
     found = find_pipeline_schedule(schedule)
@@ -303,7 +303,7 @@ def split_layers(
         last_cost: what the last stage does besides its layers (final norm, head and loss).
 
     Raises:
-        ValueError: fewer layers than stages, not one cost per layer, or a cost that is negative or not finite.
+        UserError: fewer layers than stages, not one cost per layer, or a cost that is negative or not finite.
     """
     costs = [1.0] * num_layers if layer_costs is None else list(layer_costs)
     if not 1 <= num_stages <= num_layers:

@@ -59,7 +59,7 @@ class ParityCase:
         accelerator: what the processes compute on, ``cpu`` or ``gpu``.
 
     Raises:
-        ValueError: a number is out of range, or numbers do not fit each other.
+        UserError: a number is out of range, or numbers do not fit each other.
     """
 
     devices: int = 2

@@ -20,7 +20,7 @@ def check_fault(case: ParityCase, fault: Fault) -> None:
     """Refuse a mistake that would be none.
 
     Raises:
-        ValueError: what the topology needs.
+        UserError: what the topology needs.
     """
     if fault == "expert_scale" and case.expert_parallel == 1:
         raise UserError("'expert_scale' breaks nothing with expert_parallel (1): it multiplies by that; take 2")
@@ -38,7 +38,7 @@ class FaultInjection(Callback):
             sum of gradients over the processes that hold the same parameters.
 
     Raises:
-        ValueError: on this topology the mistake would be none.
+        UserError: on this topology the mistake would be none.
     """
 
     def __init__(self, case: ParityCase, fault: Fault) -> None:

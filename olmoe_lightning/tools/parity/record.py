@@ -238,7 +238,7 @@ def record(
         The record; ``None`` on all processes but the first.
 
     Raises:
-        ValueError: the fault would be without effect on this topology.
+        UserError: the fault would be without effect on this topology.
     """
     data_ranks = 1 if alone else case.mesh.data
     together = 1 if alone else case.parts

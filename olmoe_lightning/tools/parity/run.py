@@ -39,7 +39,7 @@ def run_parity(
         The table.
 
     Raises:
-        ValueError: the comm plugin cannot be used, the fault would be without effect, or there is no time.
+        UserError: the comm plugin cannot be used, the fault would be without effect, or there is no time.
         ParityError: a process failed or hung.
     """
     if timeout <= 0:

@@ -56,7 +56,8 @@ from olmoe_lightning.training.owned import Owned
 from olmoe_lightning.training.patches import Patches
 from olmoe_lightning.training.pipeline import Pipeline
 from olmoe_lightning.training.processes import Launcher, Processes
-from olmoe_lightning.training.saver import SavedRun, Saver
+from olmoe_lightning.training.saver import Saver
+from olmoe_lightning.training.snapshot import SavedRun
 from olmoe_lightning.training.step import NonFiniteError, OptimizerStep, Run
 
 __all__ = ["MoEStrategy", "NonFiniteError"]

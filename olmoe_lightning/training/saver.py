@@ -1,12 +1,11 @@
-"""Saving: directories to which every process writes its own ranges, at once or in the background, and joined files."""
+"""Saving: when, where and in which thread checkpoints are written, and what happens when one fails."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,73 +14,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
-from olmoe_lightning.checkpoint import sharded as directories
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
 from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
-from olmoe_lightning.checkpoint.manifest import write_json
-from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
-from olmoe_lightning.checkpoint.publish import clean, publish, remove, temporary_beside
-from olmoe_lightning.checkpoint.ranges import OPTIMIZER, TrainingState
+from olmoe_lightning.checkpoint.meta import KEY
+from olmoe_lightning.checkpoint.publish import clean, remove
 from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
 from olmoe_lightning.checkpoint.sharded import Range
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.training.snapshot import MANIFEST, SavedRun, SaveError, Snapshot, share, write_snapshot
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-"""Of a checkpoint, beside its tensors."""
 _JOIN_SECONDS = 10.0
-_SLICE = 2**20
-
-
-class SaveError(RuntimeError):
-    """A checkpoint was not written; what was there before is untouched. The same on all processes."""
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """What of a run is saved besides Lightning's dictionary.
-
-    Args:
-        state: of weights and optimizer.
-        skipped_steps: so far.
-        fitting: whether there will be an end of training at which saves in the background are waited for.
-        manifest: builds the manifest; called once a run, on rank 0.
-    """
-
-    state: TrainingState
-    skipped_steps: int
-    fitting: bool
-    manifest: Callable[[], dict[str, Any]]
-
-
-@dataclass
-class Snapshot:
-    """What one process saves at one moment.
-
-    Args:
-        ranges: of tensors.
-        trained: names of the model's tensors that the optimizer, and nothing else, changes.
-        own: what rank 0 needs to know of this process.
-        run: what all processes know.
-        checkpoint: Lightning's dictionary, without tensors; needed on rank 0.
-        manifest: needed on rank 0.
-    """
-
-    ranges: list[Range]
-    trained: set[str]
-    own: RankRecord
-    run: RunRecord
-    checkpoint: dict[str, Any]
-    manifest: dict[str, Any]
-
-    def updated_by_optimizer(self, part: Range) -> bool:
-        """Whether the optimizer, and nothing else, changes a range: what is trained, and its state."""
-        return part.name.startswith(OPTIMIZER) or part.name.removeprefix(MODEL) in self.trained
 
 
 class Saver:
@@ -326,60 +273,10 @@ class Saver:
             self._copy.join()
 
     def _write(self, target: Path, snapshot: Snapshot, axis: Axis, copying: Copy | None = None) -> None:
-        """Write, make durable, publish; on all processes, in this thread or another.
-
-        Args:
-            target: the checkpoint's name.
-            snapshot: what is written.
-            axis: all processes, in a group in which nothing else communicates now.
-            copying: by which the ranges get their values, if it may still be going on.
-
-        Raises:
-            SaveError: it did not work, and the target is as it was.
-        """
+        """On all processes, in this thread or another; until it has succeeded, nothing that it replaces is removed."""
         self._last_failed = True
-        own = snapshot.own
-        try:
-            if copying is not None:
-                copying.result()
-            own.not_finite = sorted(
-                {p.name for p in snapshot.ranges if snapshot.updated_by_optimizer(p) and not is_finite(p.values)}
-            )
-        except Exception as error:  # shared below: all ranks must call the collectives of this save
-            own.failed = f"rank {axis.rank}: {type(error).__name__}: {error}"
-        everyone = axis.gather_objects(own)
-        temporary = Path(share(target, partial(self._begin, target, everyone), axis))
-        try:
-            try:
-                directories.save(temporary, snapshot.ranges, axis.group)
-            except directories.WriteError as error:
-                raise SaveError(f"no checkpoint was written to {target}: {error}") from error
-            share(target, partial(_publish, temporary, target, snapshot, everyone), axis)
-            self._last_failed = False
-        except BaseException:
-            if axis.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-    def _begin(self, target: Path, everyone: list[RankRecord]) -> str:
-        """On rank 0: may there be a checkpoint, and where is it written first?"""
-        failed = [each.failed for each in everyone if each.failed]
-        if failed:
-            raise SaveError(f"no checkpoint was written to {target}: {'; '.join(failed[:3])}")
-        problems = [problem for each in everyone for problem in each.problems]
-        if problems:
-            raise SaveError(
-                f"no checkpoint was written to {target}: {problems[0]}, and experts of several processes have no such "
-                "state together; take an optimizer whose state is element by element, or expert_parallel_size=1"
-            )
-        bad = sorted({name for each in everyone for name in each.not_finite})
-        if bad:
-            raise SaveError(
-                f"no checkpoint was written to {target}: {len(bad)} tensors have values that are not finite, "
-                f"{', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
-            )
-        self._clean(target.parent)
-        return str(temporary_beside(target))
+        write_snapshot(snapshot, target, axis, self._clean, copying)
+        self._last_failed = False
 
     def _clean(self, folder: Path) -> None:
         """Remove what killed saves have left in a folder; once a run, on rank 0, which alone makes such things."""
@@ -456,51 +353,3 @@ class Saver:
                 remove_it(path)
             except OSError as error:  # one too many is no reason to stop, and the other processes do not know of it
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}")
-
-
-def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[RankRecord]) -> None:
-    """On rank 0: what is not tensors, and then all of it under its name."""
-    index = directories.SafeReader(temporary).read_metadata()
-    lost = sorted({info.relative_path for info in index.storage_data.values()} - {p.name for p in temporary.iterdir()})
-    if lost:
-        raise SaveError(
-            f"no checkpoint was written to {target}: {', '.join(lost[:3])} of other processes cannot be seen from rank "
-            "0; all nodes must share the folder"
-        )
-    entry = snapshot.run.entry(everyone, sorted(index.state_dict_metadata))
-    torch.save(snapshot.checkpoint | {KEY: entry}, temporary / META)
-    write_json(temporary / MANIFEST, snapshot.manifest)
-    publish(temporary, target)
-
-
-def share(target: Any, action: Callable[[], Any], axis: Axis) -> Any:
-    """What the first process of an axis found by ``action``, on all of them; its failure, of any kind, is everyone's.
-
-    Args:
-        target: the checkpoint, for the message.
-        action: called on the first process.
-        axis: the processes.
-
-    Raises:
-        SaveError: it failed.
-    """
-    found, problem, cause = None, None, None
-    if axis.rank == 0:
-        try:
-            found = action()
-        except Exception as error:  # torch.save raises all kinds, and the others must not be left waiting
-            cause, problem = error, str(error)
-            if not isinstance(error, SaveError):
-                kind = "" if isinstance(error, OSError | UserError) else f"{type(error).__name__}: "
-                problem = f"no checkpoint was written to {target}: {kind}{error}"
-    found, problem = axis.broadcast_object((found, problem))
-    if problem is not None:
-        raise SaveError(problem) from cause
-    return found
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all are; what is not finite makes the sum so, which is read once and takes no memory."""
-    if not values.is_floating_point() or bool(values.sum().isfinite()):
-        return True
-    return all(bool(part.isfinite().all()) for part in values.split(_SLICE))  # a sum can also overflow

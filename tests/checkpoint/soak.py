@@ -40,7 +40,7 @@ from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
 from olmoe_lightning.checkpoint.meta import read_meta
 from olmoe_lightning.checkpoint.sharded import Range, index_of, load
 from olmoe_lightning.tools.processes import WorkerError, Workers
-from olmoe_lightning.training import saver
+from olmoe_lightning.training import saver, snapshot
 
 CONFIG = ModelConfig(
     vocab_size=264,
@@ -107,7 +107,7 @@ class Recorded(MoEStrategy):
     ledger: Ledger
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self._settle()
+        self._synchronise()
         state = self.training_state()
         parts = state.model_to_write() + state.optimizer_to_write()[0]
         sums = {f"{part.name}:{part.start}:{part.values.numel()}": checksum(part.values) for part in parts}
@@ -172,18 +172,18 @@ def train(
     real = {
         (module, name): getattr(module, name)
         for module, name in (
-            (saver, "temporary_beside"),
+            (snapshot, "temporary_beside"),
             (saver, "remove"),
-            (saver, "shutil"),
-            (saver, "publish"),
+            (snapshot, "shutil"),
+            (snapshot, "publish"),
         )
     }
     if in_place:
-        saver.temporary_beside = beginning_in_place
-        saver.publish = functools.partial(told, ledger, lambda temporary, target: None)
-        saver.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
+        snapshot.temporary_beside = beginning_in_place
+        snapshot.publish = functools.partial(told, ledger, lambda temporary, target: None)
+        snapshot.shutil = SimpleNamespace(rmtree=lambda path, ignore_errors: None)  # it is the target here
     else:
-        saver.publish = functools.partial(told, ledger, real[saver, "publish"])
+        snapshot.publish = functools.partial(told, ledger, real[snapshot, "publish"])
     saver.remove = functools.partial(told_before, ledger, real[saver, "remove"])
     try:
         strategy = Recorded(expert_parallel_size=2, async_save=background, bucket_megabytes=0.05)

@@ -14,7 +14,7 @@ from olmoe_lightning import MoEStrategy
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
 from olmoe_lightning.plugins import BF16Precision
-from olmoe_lightning.training.saver import SaveError
+from olmoe_lightning.training.snapshot import SaveError
 
 
 class Plain(LightningModule):

@@ -54,8 +54,8 @@ THIRD_PARTY: dict[str, set[str]] = {
 COMPATIBILITY = {"torch": f"{PACKAGE}/_torch.py", "lightning": f"{PACKAGE}/_lightning.py"}
 # Methods that torch and torchmetrics call by a private name; only a subclass can have them.
 OVERRIDDEN = {"_apply"}
-# Underscored, and public all the same: methods of named tuples.
-NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+# Underscored, and public all the same: methods of named tuples, and the end of a process without its clean-up.
+PUBLIC_ALL_THE_SAME = {"_asdict", "_fields", "_make", "_replace", "_exit"}
 
 
 def files_of(root: Path) -> list[Path]:
@@ -195,7 +195,7 @@ def private_uses(path: Path, own: set[str]) -> Iterator[tuple[int, str]]:
                 for alias in names:
                     if any(private(part) for part in alias.name.split(".")):
                         yield node.lineno, f"import {alias.name}"
-            case ast.Attribute(attr=name) if private(name) and name not in own | NAMED_TUPLE:
+            case ast.Attribute(attr=name) if private(name) and name not in own | PUBLIC_ALL_THE_SAME:
                 yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(str(name)), *_]):
                 if private(name) and name not in own:

@@ -7,6 +7,7 @@ from torch import nn
 from olmoe_lightning.parallel.buffers import Bucket, NamedParameter, Unbucketed, make_buckets
 from olmoe_lightning.parallel.grad_norm import clip_coefficient, sum_of_squares
 from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 
 
@@ -53,9 +54,10 @@ def test_masters_of_fp32_weights_are_the_weights_and_of_bf16_weights_more_exact(
 
 
 def test_gradients_of_bf16_weights_are_summed_in_fp32():
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    module = nn.ParameterDict({"p": torch.zeros(1, dtype=torch.bfloat16)})
+    (parameter,) = module.parameters()
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    sharded = ShardedOptimizer(optimizer, {parameter: "p"}, Mesh.single(), lambda _: False)
+    sharded = ShardedOptimizer(optimizer, Ownership(module, Mesh.single(), experts=()))
     total = 0.0
     for step in range(300):  # the sum of 300 ones stops at 256 in bf16
         sharded.begin_backward(sync=step == 299)

@@ -38,7 +38,7 @@ def train_in_a_pipeline():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(OLMoE(CONFIG), DataLoader(Rows(), batch_size=None))
-    told = [str(each.message) for each in caught if "no room for all tokens" in str(each.message)]
+    told = [str(each.message) for each in caught if "no capacity for all tokens" in str(each.message)]
     return monitor.latest["drops/dropped"], monitor.drops.counts, told
 
 

@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
-from olmoe_lightning.checkpoint import sharded
 from olmoe_lightning.checkpoint.chunks import ChunkWriter
-from olmoe_lightning.checkpoint.sharded import SafeReader
+from olmoe_lightning.checkpoint.directory import SafeReader
 from olmoe_lightning.kernels import keep_freed_memory
 from olmoe_lightning.model import Transformer
 
@@ -316,7 +315,7 @@ def _steps(rounds: int, ways: int) -> int:
 
 def _written_by(way: str) -> Any:
     """While it lasts, chunks are written by this one of :data:`WRITERS`; background saves by ours."""
-    return patch.object(sharded, "ChunkWriter", WRITERS.get(way, ChunkWriter))
+    return patch.object(directory, "ChunkWriter", WRITERS.get(way, ChunkWriter))
 
 
 def _own_tensors(strategy: Any) -> dict[str, torch.Tensor]:

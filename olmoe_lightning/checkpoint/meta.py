@@ -1,6 +1,6 @@
 """What a sharded checkpoint says of itself, and its tensors loaded into a module of one process.
 
-Such a directory is that of :mod:`olmoe_lightning.checkpoint.sharded` with :data:`META` beside the tensors, the
+Such a directory is that of :mod:`olmoe_lightning.checkpoint.directory` with :data:`META` beside the tensors, the
 dictionary of a Lightning checkpoint with an entry :data:`KEY`. Tensors of the model are ``state_dict.NAME`` there, with
 NAME as in the ``state_dict`` of the ``LightningModule``, flattened.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from olmoe_lightning.checkpoint.directory import INDEX, CorruptCheckpoint, Range, SafeReader, differences, load
 from olmoe_lightning.checkpoint.record import FORMAT
-from olmoe_lightning.checkpoint.sharded import INDEX, CorruptCheckpoint, Range, SafeReader, differences, load
 from olmoe_lightning.errors import reason, shortened
 
 KEY = "moe_checkpoint"

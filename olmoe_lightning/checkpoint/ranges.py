@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.meta import MODEL
-from olmoe_lightning.checkpoint.sharded import Range
 from olmoe_lightning.parallel.buffers import Bucket, Shard
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.ownership import Ownership

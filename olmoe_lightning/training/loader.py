@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from olmoe_lightning.checkpoint import sharded as directories
+from olmoe_lightning.checkpoint import directory as directories
+from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
 from olmoe_lightning.checkpoint.full import (
     group_options,
     load_full_optimizer_state,
@@ -22,7 +23,6 @@ from olmoe_lightning.checkpoint.meta import KEY, MODEL, read_meta
 from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.checkpoint.record import RunRecord
 from olmoe_lightning.checkpoint.rng import restore_random_state
-from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer

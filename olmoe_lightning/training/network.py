@@ -43,7 +43,7 @@ def build_network(
             first, last = pipeline_rank == stages.first_rank, pipeline_rank == stages.last_rank
             if config.tie_embeddings and stages.first_rank != stages.last_rank:
                 raise UserError(
-                    f"tied embeddings need the first and the last stage on one rank, but schedule {stages.schedule!r} "
+                    f"tied embeddings need the first and the last stage on one rank, but schedule {stages.pipeline_schedule!r} "
                     f"has them on ranks {stages.first_rank} and {stages.last_rank}; set tie_embeddings=False, or take "
                     "zbv_zero_bubble or dualpipev"
                 )

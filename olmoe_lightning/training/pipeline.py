@@ -105,7 +105,7 @@ class Pipeline:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients come at other times than at the end of autograd's backward pass."""
-        return self.stage_map is not None and find_pipeline_schedule(self.stage_map.schedule).splits_backward
+        return self.stage_map is not None and find_pipeline_schedule(self.stage_map.pipeline_schedule).splits_backward
 
     def build(self, module: nn.Module, axis: Axis, device: torch.device) -> None:
         """Make the stages; the module has its final device and precision."""

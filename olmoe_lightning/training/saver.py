@@ -16,12 +16,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
+from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
 from olmoe_lightning.checkpoint.meta import KEY
 from olmoe_lightning.checkpoint.publish import clean, remove
 from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
-from olmoe_lightning.checkpoint.sharded import Range
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.training.snapshot import MANIFEST, SavedRun, SaveError, Snapshot, share, write_snapshot

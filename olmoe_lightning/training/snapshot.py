@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olmoe_lightning.checkpoint import sharded as directories
+from olmoe_lightning.checkpoint import directory as directories
 from olmoe_lightning.checkpoint.background import Copy
+from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.manifest import write_json
 from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
 from olmoe_lightning.checkpoint.publish import publish, temporary_beside
 from olmoe_lightning.checkpoint.ranges import OPTIMIZER, TrainingState
 from olmoe_lightning.checkpoint.record import RankRecord, RunRecord
-from olmoe_lightning.checkpoint.sharded import Range
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.mesh import Axis
 

@@ -37,8 +37,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE, TokenDataModule
+from olmoe_lightning.checkpoint.directory import Range, index_of, load
 from olmoe_lightning.checkpoint.meta import read_meta
-from olmoe_lightning.checkpoint.sharded import Range, index_of, load
 from olmoe_lightning.tools.processes import WorkerError, Workers
 from olmoe_lightning.training import saver, snapshot
 

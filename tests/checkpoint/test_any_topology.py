@@ -6,8 +6,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.checkpoint.directory import Range, SafeReader, index_of, load
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
-from olmoe_lightning.checkpoint.sharded import Range, SafeReader, index_of, load
 from olmoe_lightning.plugins import BF16Precision
 
 CONFIG = ModelConfig(

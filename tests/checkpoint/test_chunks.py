@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from olmoe_lightning.checkpoint.chunks import read_chunk, write_chunk
-from olmoe_lightning.checkpoint.sharded import Range, load, save
+from olmoe_lightning.checkpoint.directory import Range, load, save
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
           torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip

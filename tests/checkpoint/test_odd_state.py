@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import MoEStrategy
+from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
-from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
 from olmoe_lightning.plugins import BF16Precision
 from olmoe_lightning.training.snapshot import SaveError
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers
+from olmoe_lightning.checkpoint.directory import Range, index_of, load
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
-from olmoe_lightning.checkpoint.sharded import Range, index_of, load
 from olmoe_lightning.training.snapshot import SaveError
 
 CONFIG = ModelConfig(

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
-from olmoe_lightning.checkpoint import chunks, convert, read, read_config, read_tokenizer, sharded
+from olmoe_lightning.checkpoint import chunks, convert, read, read_config, read_tokenizer
+from olmoe_lightning.checkpoint import directory as sharded
+from olmoe_lightning.checkpoint.directory import INDEX, Range
 from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.checkpoint.foreign.sharded_dir import LazyRange, ShardedStore, write_sharded
 from olmoe_lightning.checkpoint.meta import META, new_meta, read_meta
-from olmoe_lightning.checkpoint.sharded import INDEX, Range
 from olmoe_lightning.cli import main
 from olmoe_lightning.data.tokenizer import BPETokenizer
 from olmoe_lightning.tools.processes import Workers

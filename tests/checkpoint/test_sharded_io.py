@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from olmoe_lightning.checkpoint.sharded import (
+from olmoe_lightning.checkpoint.directory import (
     CorruptCheckpoint,
     Range,
     WriteError,

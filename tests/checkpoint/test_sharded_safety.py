@@ -10,10 +10,11 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
-from olmoe_lightning.checkpoint import convert, load_pretrained, read, read_config, read_tokenizer, sharded
+from olmoe_lightning.checkpoint import convert, load_pretrained, read, read_config, read_tokenizer
+from olmoe_lightning.checkpoint import directory as sharded
+from olmoe_lightning.checkpoint.directory import INDEX, CorruptCheckpoint, Range
 from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.checkpoint.meta import META, new_meta
-from olmoe_lightning.checkpoint.sharded import INDEX, CorruptCheckpoint, Range
 from olmoe_lightning.model import Transformer
 
 CONFIG = ModelConfig(

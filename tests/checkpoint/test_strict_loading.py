@@ -7,8 +7,8 @@ from test_any_topology import CONFIG, Model, train
 from torch.utils.data import DataLoader
 
 from olmoe_lightning import MoEStrategy
+from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
 from olmoe_lightning.checkpoint.meta import KEY, META
-from olmoe_lightning.checkpoint.sharded import CorruptCheckpoint
 
 
 def trainer(devices=1, **options):

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from olmoe_lightning.checkpoint.chunks import ChunkWriter
-from olmoe_lightning.checkpoint.foreign.safetensors_dir import TensorInfo
-from olmoe_lightning.checkpoint.meta import KEY, META, MODEL, read_contents
-from olmoe_lightning.checkpoint.sharded import (
+from olmoe_lightning.checkpoint.directory import (
     RangeWriter,
     read_range,
     write_item,
 )
+from olmoe_lightning.checkpoint.foreign.safetensors_dir import TensorInfo
+from olmoe_lightning.checkpoint.meta import KEY, META, MODEL, read_contents
 
 
 class ShardedStore:

@@ -88,7 +88,7 @@ class PipelineRunner:
             stage: model.pipeline_stage(stages.layers[stage], stage == 0, stage == stages.num_stages - 1)
             for stage in stages.stages_of(axis.rank)
         }
-        self._schedules: dict[Any, Any] = {}
+        self._pipeline_schedules: dict[Any, Any] = {}
         self._batch: Mapping[str, Tensor] = {}
         self._sums: list[Sums] = []
         self._names: dict[str, list[str]] = {}  # of the sums of each kind of pass
@@ -108,7 +108,7 @@ class PipelineRunner:
         Returns:
             The sums over the batch, on every process of the pipeline.
         """
-        schedule = self._schedule(first, batch)
+        schedule = self._pipeline_schedule(first, batch)
         self._batch, self._sums = batch, []
         rows = torch.arange(len(first))  # the loss finds its part of the batch by them, without asking the device
         arguments = (first,) if 0 in self.modules else ()
@@ -202,7 +202,7 @@ class PipelineRunner:
             names = known
         return dict(zip(names, values, strict=True))
 
-    def _schedule(self, first: Tensor, batch: Mapping[str, Tensor]) -> Any:
+    def _pipeline_schedule(self, first: Tensor, batch: Mapping[str, Tensor]) -> Any:
         """The schedule for batches of this shape; static shapes, so that torch does not try the stages out."""
         count = self.num_microbatches
         if len(first) % count:
@@ -211,7 +211,7 @@ class PipelineRunner:
                 "batch size that is a multiple of it, and drop_last=True"
             )
         key = (first.shape, first.dtype, tuple((name, value.shape) for name, value in batch.items()))
-        if key not in self._schedules:
+        if key not in self._pipeline_schedules:
             part = {name: value[: len(value) // count] for name, value in batch.items()}
             start = torch.empty_like(first[: len(first) // count], device="meta")
             hidden = self.model.pipeline_hidden(part)
@@ -227,9 +227,11 @@ class PipelineRunner:
                 )
                 for stage, module in self.modules.items()
             ]
-            found = find_pipeline_schedule(self.stages.schedule)
-            self._schedules[key] = found.build(stages, count, self._loss)  # losses are sums: nothing is to be divided
-        return self._schedules[key]
+            found = find_pipeline_schedule(self.stages.pipeline_schedule)
+            self._pipeline_schedules[key] = found.build(
+                stages, count, self._loss
+            )  # losses are sums: nothing is to be divided
+        return self._pipeline_schedules[key]
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         part = slice(int(rows[0]), int(rows[-1]) + 1)

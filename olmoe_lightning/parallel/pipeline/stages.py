@@ -138,7 +138,7 @@ class StageMap:
         UserError: the number of stages is not P x V, a stage is empty, or the ranges do not follow each other from 0.
     """
 
-    schedule: str
+    pipeline_schedule: str
     pipeline_size: int
     stages_per_rank: int
     layers: tuple[range, ...]
@@ -188,7 +188,7 @@ class StageMap:
         if not 0 <= stage < self.num_stages:
             raise UserError(f"there is no stage {stage}; there are {self.num_stages}")
         turn, position = divmod(stage, self.pipeline_size)
-        backwards = PIPELINE_SCHEDULES[self.schedule].placement == "v" and turn % 2 == 1
+        backwards = PIPELINE_SCHEDULES[self.pipeline_schedule].placement == "v" and turn % 2 == 1
         return self.pipeline_size - 1 - position if backwards else position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -212,7 +212,9 @@ class StageMap:
             for rank in range(self.pipeline_size)
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [f"{self.schedule}: {self.num_layers} layers in {self.num_stages} stages on {self.pipeline_size} ranks"]
+        lines = [
+            f"{self.pipeline_schedule}: {self.num_layers} layers in {self.num_stages} stages on {self.pipeline_size} ranks"
+        ]
         for rank, row in enumerate(cells):
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append(f"rank {rank:<{len(str(self.pipeline_size - 1))}} | {' | '.join(padded)}".rstrip())

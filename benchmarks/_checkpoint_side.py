@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from typing_extensions import override
 
 from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning.checkpoint import directory
 from olmoe_lightning.checkpoint.chunks import ChunkWriter
 from olmoe_lightning.checkpoint.directory import SafeReader
 from olmoe_lightning.kernels import keep_freed_memory

@@ -212,9 +212,8 @@ class StageMap:
             for rank in range(self.pipeline_size)
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            f"{self.pipeline_schedule}: {self.num_layers} layers in {self.num_stages} stages on {self.pipeline_size} ranks"
-        ]
+        counts = f"{self.num_layers} layers in {self.num_stages} stages on {self.pipeline_size} ranks"
+        lines = [f"{self.pipeline_schedule}: {counts}"]
         for rank, row in enumerate(cells):
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append(f"rank {rank:<{len(str(self.pipeline_size - 1))}} | {' | '.join(padded)}".rstrip())

@@ -44,8 +44,8 @@ def build_network(
             if config.tie_embeddings and stages.first_rank != stages.last_rank:
                 raise UserError(
                     "tied embeddings need the first and the last stage on one rank, but schedule "
-                    f"{stages.pipeline_schedule!r} has them on ranks {stages.first_rank} and {stages.last_rank}; set tie_embeddings=False, or take "
-                    "zbv_zero_bubble or dualpipev"
+                    f"{stages.pipeline_schedule!r} has them on ranks {stages.first_rank} and {stages.last_rank}; "
+                    "set tie_embeddings=False, or take zbv_zero_bubble or dualpipev"
                 )
             model = Transformer(config, stages.layers_of(pipeline_rank), first, last)
     first_expert = place_experts(model)

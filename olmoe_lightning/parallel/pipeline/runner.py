@@ -228,9 +228,8 @@ class PipelineRunner:
                 for stage, module in self.modules.items()
             ]
             found = find_pipeline_schedule(self.stages.pipeline_schedule)
-            self._pipeline_schedules[key] = found.build(
-                stages, count, self._loss
-            )  # losses are sums: nothing is to be divided
+            # Losses are sums: nothing is to be divided.
+            self._pipeline_schedules[key] = found.build(stages, count, self._loss)
         return self._pipeline_schedules[key]
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:

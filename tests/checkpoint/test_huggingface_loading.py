@@ -2,23 +2,14 @@
 
 import pytest
 import torch
+from tiny_model import SMALL
 
 from olmoe_lightning.checkpoint import convert, load_pretrained, write
 from olmoe_lightning.checkpoint.foreign.hf_layout import native_shapes
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model.transformer import Transformer
 
-CONFIG = ModelConfig(
-    vocab_size=40,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=11,
-    top_k=2,
-    expert_hidden=6,
-)
+CONFIG = SMALL.replace(vocab_size=40, num_experts=11, expert_hidden=6, max_seq_len=4096)
 
 
 @pytest.fixture(scope="module")

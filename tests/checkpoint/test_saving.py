@@ -17,26 +17,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_model import SMALL
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers
 from olmoe_lightning.checkpoint.directory import Range, index_of, load
 from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.training.snapshot import SaveError
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=4,
-    top_k=2,
-    expert_hidden=16,
-    max_seq_len=16,
-)
+CONFIG = SMALL
 MODES = pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 
 

@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch import Trainer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_model import SMALL
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import chunks, convert, read, read_config, read_tokenizer
 from olmoe_lightning.checkpoint import directory as sharded
 from olmoe_lightning.checkpoint.directory import INDEX, Range
@@ -28,18 +29,7 @@ from olmoe_lightning.data.tokenizer import BPETokenizer
 from olmoe_lightning.tools.processes import Workers
 
 # One that Hugging Face can express; experts of more than one process, and sizes that a chunk's does not divide.
-CONFIG = ModelConfig(
-    vocab_size=264,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=6,
-    top_k=2,
-    expert_hidden=12,
-    max_seq_len=64,
-)
+CONFIG = SMALL.replace(vocab_size=264, num_experts=6, expert_hidden=12, max_seq_len=64)
 
 
 def batches():

@@ -3,19 +3,17 @@
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny_model import SMALL
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 from olmoe_lightning.checkpoint import convert, read, read_config, upcycle, write
 from olmoe_lightning.cli import main
 from olmoe_lightning.model import Transformer
 
-DENSE = ModelConfig(
-    vocab_size=64,
+DENSE = SMALL.replace(
     d_model=32,
     num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
     head_dim=16,
     num_experts=0,
     top_k=0,

@@ -15,10 +15,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.strategies import ParallelStrategy
+from tiny_model import SMALL
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from olmoe_lightning import ModelConfig, MoEStrategy, OLMoE
+from olmoe_lightning import MoEStrategy, OLMoE
 
 STEPS_OF_SETUP = ("model_to_device", "setup_optimizers", "setup_precision_plugin")
 
@@ -34,17 +35,8 @@ STEPS_OF_MODULE = (
     "lr_scheduler_step",
 )
 
-CONFIG = ModelConfig(
-    vocab_size=32,
-    d_model=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    num_experts=2,
-    top_k=1,
-    expert_hidden=8,
-    max_seq_len=8,
+CONFIG = SMALL.replace(
+    vocab_size=32, d_model=8, num_layers=1, head_dim=4, num_experts=2, top_k=1, expert_hidden=8, max_seq_len=8
 )
 
 

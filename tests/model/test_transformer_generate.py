@@ -2,25 +2,13 @@
 
 import pytest
 import torch
+from tiny_model import SMALL
 from torch import Tensor
 
-from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.model import Transformer
 from olmoe_lightning.model.generation import generate, sample_token
 
-CONFIG = ModelConfig(
-    vocab_size=23,
-    d_model=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=6,
-    num_experts=4,
-    top_k=2,
-    expert_hidden=8,
-    max_seq_len=24,
-    init_std=0.4,
-)
+CONFIG = SMALL.replace(vocab_size=23, d_model=12, head_dim=6, expert_hidden=8, max_seq_len=24, init_std=0.4)
 
 
 @pytest.fixture(scope="module")

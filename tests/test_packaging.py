@@ -137,4 +137,4 @@ def test_hooks_before_a_commit_run_what_is_installed_for_tests():
 
 def test_the_last_of_all_checks_are_the_tests():
     steps = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
-    assert steps == ["make lint", "make spell", "make types", "make test COVERAGE=1"]
+    assert steps == ["make lint", "make spell", "make types", "make coverage", "make test"]

@@ -646,7 +646,8 @@ class MoEStrategy(ParallelStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy has a module once the Trainer has started fit, validate, test or predict")
         return self.lightning_module
 
     @property

@@ -235,7 +235,7 @@ def _table(mesh: Mesh, rows: list[_Held]) -> str:
         size = math.prod(held[0].shape)
         first = held[0].shape[0] if held[0].shape else 1
         parts = [
-            f"ranks {_ranks(ranks)}"
+            f"rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}"
             + ("" if span == (0, size) else f": [{span[0] * first // size}:{span[1] * first // size}]")
             for span, ranks in spans.items()
         ]

@@ -40,6 +40,13 @@ def test_options_are_those_of_the_parts_that_own_them():
         strategy.num_microbatches = 8
 
 
+def test_a_strategy_without_a_run_says_what_it_lacks():
+    with pytest.raises(RuntimeError, match="has a module once the Trainer has started"):
+        MoEStrategy().describe()
+    with pytest.raises(RuntimeError, match="the mesh exists once the Trainer has started"):
+        _ = MoEStrategy().mesh
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"), [("state_dict_type", "ful"), ("async_save", "later"), ("on_save_error", "ignore")]
 )

@@ -29,6 +29,7 @@ _BLOCK = 4096
 """Bytes of a process' block of barrier words, see ``cpu/peers.cpp``. The last eight are a token that identifies it."""
 _SLICE_SECONDS = 0.1
 """A wait looks so often whether the other processes still live."""
+_ENDING_SECONDS = 1.0
 
 ELSEWHERE = (
     "it needs memory that all processes can map, which only those of one host have; take 'all_to_all', which runs over "
@@ -141,7 +142,13 @@ class PosixMemory(SymmetricMemory):
         if count > MAX_NUMBERS:
             raise ValueError(f"an exchange carries at most {MAX_NUMBERS} numbers, got {count}")
         if not self._native:
-            return gather_numbers(self.group, numbers)
+            try:
+                return gather_numbers(self.group, numbers)
+            except PeerError as error:
+                # A process' connections close a moment before the system says that it has ended.
+                if ended := self._ended([peer for peer in range(self.size) if peer != self.rank], _ENDING_SECONDS):
+                    raise PeerError(self._named(ended[0], "has ended")) from error
+                raise
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         mine, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self.size))()
         sequence = ctypes.c_int32(self._sequence)
@@ -163,11 +170,17 @@ class PosixMemory(SymmetricMemory):
 
     def _check(self, missing: int, started: float, read_again: Callable[[], int]) -> None:
         waited = time.monotonic() - started
-        watched = self._watched[missing]
-        ended = watched is not None and bool(select.select([watched], [], [], 0)[0])
+        ended = bool(self._ended([missing]))
         if (ended or waited > self.timeout) and read_again() == missing:
-            what = "has ended" if ended else f"did not come within {waited:.0f} s"
-            raise PeerError(f"rank {missing} of {self.size} (process {self._pids[missing]}) {what}")
+            raise PeerError(self._named(missing, "has ended" if ended else f"did not come within {waited:.0f} s"))
+
+    def _ended(self, ranks: Sequence[int], seconds: float = 0.0) -> list[int]:
+        """Those of the ranks whose processes have ended, or end within so long."""
+        watched = {file: rank for rank in ranks if (file := self._watched[rank]) is not None}
+        return [watched[file] for file in select.select(list(watched), [], [], seconds)[0]]
+
+    def _named(self, rank: int, what: str) -> str:
+        return f"rank {rank} of {self.size} (process {self._pids[rank]}) {what}"
 
     @override
     def close(self) -> None:

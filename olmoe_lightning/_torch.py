@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch import _assert_async as assert_async
-from torch import _foreach_mul_ as foreach_mul_
 from torch._C import _will_engine_execute_node as will_execute_node
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
 
@@ -23,8 +22,20 @@ __all__ = [
     "storage_info",
     "symmetric_backend",
     "symmetric_memory",
+    "version",
     "will_execute_node",
 ]
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by one number; torch refuses an empty list."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def version(tensor: Tensor) -> int:
+    """Grows with each write to the tensor, or to another of the same storage that does not come from ``.data``."""
+    return tensor._version
 
 
 class SymmetricHandle(Protocol):

@@ -35,7 +35,7 @@ TORCH_OPERATORS = {
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
 TORCH_FUNCTIONS = {"SymmetricHandle", "group_timeout", "rendezvous", "storage_info", "symmetric_backend",
-                   "symmetric_memory", "will_execute_node"}  # fmt: skip
+                   "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
 def parameters(function):
@@ -88,9 +88,20 @@ def test_private_operators_do_what_they_are_called_for():
     values = [torch.ones(2), torch.full((3,), 2.0)]
     _torch.foreach_mul_(values, torch.tensor(3.0))
     assert [value.tolist() for value in values] == [[3, 3], [6, 6, 6]]
+    _torch.foreach_mul_([], torch.tensor(3.0))
     _torch.assert_async(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="this is wrong"):
         _torch.assert_async(torch.tensor(False), "this is wrong")
+
+
+def test_the_version_of_a_tensor_tells_writes_through_itself_alone():
+    """A gradient that lies in a larger buffer is told apart from its neighbours there."""
+    buffer = torch.zeros(4)
+    left, right = buffer[:2].data, buffer[2:].data
+    before = _torch.version(left), _torch.version(right)
+    left += 0
+    assert _torch.version(left) > before[0]
+    assert _torch.version(right) == before[1]
 
 
 def test_the_engine_tells_which_nodes_a_backward_pass_runs():

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from olmoe_lightning._torch import foreach_mul_
+from olmoe_lightning._torch import foreach_mul_, version
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
-from olmoe_lightning.parallel.grad_norm import sum_of_squares
+from olmoe_lightning.parallel.grad_norm import peak, sum_of_scaled_squares, sum_of_squares
 from olmoe_lightning.parallel.mesh import Axis
 
 BUCKET_ELEMENTS = 4 * 2**20
@@ -89,7 +89,8 @@ class Bucket:
         for start, (_, parameter, index) in zip(self.starts, parameters, strict=True):
             stop = start + parameter.numel()
             value = parameter.detach() if values is None else values.get(parameter, parameter.detach())
-            self.grad_views.append(self.grads[start:stop].view(parameter.shape))
+            # `.data`, so that each counts its own writes and not those to all of the buffer.
+            self.grad_views.append(self.grads[start:stop].view(parameter.shape).data)
             view = self.weights[start:stop].view(parameter.shape)
             view.copy_(value)
             parameter.data = view
@@ -102,6 +103,7 @@ class Bucket:
                     master = master.view(parameter.shape)
                 self.shards.append(Shard(index, begin - start, end - start, nn.Parameter(master)))
         self.attached = False
+        self._versions: list[int] = []  # of the views when the step began
         self.written = [False] * len(parameters)  # in this optimizer step
         self.waiting = 0  # parameters whose gradient this backward pass still owes
         self.launched = False
@@ -117,15 +119,16 @@ class Bucket:
     def attach(self) -> None:
         """Let ``parameter.grad`` be the buffer: whoever adds to it, adds in fp32. Nothing is collected then."""
         self.attached = True
-        for (_, parameter, _), view in zip(self.parameters, self.grad_views, strict=True):
-            if parameter.dtype != torch.float32:
-                parameter.grad_dtype = torch.float32
-            parameter.grad = view
+        for named, view in zip(self.parameters, self.grad_views, strict=True):
+            _set_grad(named.parameter, view)
+        self._versions = [version(view) for view in self.grad_views]
 
     def find_written(self) -> None:
-        """Where gradients are attached, see which parameters got any: those that are not all zero."""
+        """Where gradients are attached, see which parameters got any: zeros that were added are a gradient too."""
         if self.attached:
-            self.written = torch.stack([view.any() for view in self.grad_views]).tolist()  # one host copy
+            self.written = [
+                version(view) > before for view, before in zip(self.grad_views, self._versions, strict=True)
+            ]
 
     def begin_backward(self) -> None:
         """A backward pass starts: every parameter may bring a gradient."""
@@ -167,17 +170,30 @@ class Bucket:
 
     def sum_of_squares(self) -> Tensor:
         """Of the summed gradients, each element once in the whole mesh, fp64 []."""
-        return sum_of_squares(self.grads.chunk(self.axis.size)[self.axis.rank])
+        return sum_of_squares(self._once())
 
-    def assign_grads(self, used: Sequence[bool], scale: Tensor) -> None:
-        """Give the shards their gradients, times ``scale``; a parameter that no process used gets none.
+    def peak(self) -> Tensor:
+        """Their largest magnitude, fp64 []."""
+        return peak(self._once())
+
+    def sum_of_scaled_squares(self, scale: Tensor) -> Tensor:
+        """As :meth:`sum_of_squares`, of the gradients divided by ``scale``."""
+        return sum_of_scaled_squares(self._once(), scale)
+
+    def _once(self) -> Tensor:
+        """The summed gradients, each element on one process only."""
+        return self.grads.chunk(self.axis.size)[self.axis.rank]
+
+    def assign_grads(self, used: Sequence[bool], scales: Sequence[float]) -> None:
+        """Give the shards their gradients, times ``scales``; a parameter that no process used gets none.
 
         Args:
             used: by number of the parameter.
-            scale: fp32 [].
+            scales: see :func:`~olmoe_lightning.parallel.grad_norm.factors`.
         """
         own = self.own(self.grads)
-        own.mul_(scale)
+        for scale in scales:
+            own.mul_(scale)
         lower = self.axis.rank * own.numel() if self.sharded else 0
         starts = {named.number: start for named, start in zip(self.parameters, self.starts, strict=True)}
         for index, start, stop, master in self.shards:
@@ -221,12 +237,27 @@ class Unbucketed:
         """Of the gradients, fp64 []."""
         device = self.parameters[0].parameter.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for _, parameter, _ in self.parameters:
-            if parameter.grad is not None:
-                total += sum_of_squares(parameter.grad.contiguous())
+        for gradient in self._gradients():
+            total += sum_of_squares(gradient)
         return total
 
-    def assign_grads(self, used: Sequence[bool], scale: Tensor) -> None:
+    def peak(self) -> Tensor:
+        """Their largest magnitude, fp64 []."""
+        peaks = [peak(gradient) for gradient in self._gradients()]
+        device = self.parameters[0].parameter.device
+        return torch.stack(peaks).amax() if peaks else torch.zeros((), dtype=torch.float64, device=device)
+
+    def sum_of_scaled_squares(self, scale: Tensor) -> Tensor:
+        """As :meth:`sum_of_squares`, of the gradients divided by ``scale``."""
+        total = torch.zeros_like(scale)
+        for gradient in self._gradients():
+            total += sum_of_scaled_squares(gradient, scale)
+        return total
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad.contiguous() for _, parameter, _ in self.parameters if parameter.grad is not None]
+
+    def assign_grads(self, used: Sequence[bool], scales: Sequence[float]) -> None:
         """Scale the gradients; one that another shard of the same parameter got is zero here, not missing."""
         grads = []
         for _, parameter, index in self.parameters:
@@ -234,7 +265,15 @@ class Unbucketed:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None:
                 grads.append(parameter.grad)
-        foreach_mul_(grads, scale)
+        for scale in scales:
+            foreach_mul_(grads, scale)
+
+
+def _set_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """An fp32 gradient, whatever the dtype of the parameter."""
+    if parameter.dtype != torch.float32:
+        parameter.grad_dtype = torch.float32
+    parameter.grad = gradient
 
 
 def make_buckets(

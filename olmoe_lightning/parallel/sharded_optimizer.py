@@ -15,18 +15,20 @@ The result does not depend on the mesh: there is no division by a number of proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Bucket, NamedParameter, Shard, Unbucketed, make_buckets
 from olmoe_lightning.parallel.collectives import all_gather
-from olmoe_lightning.parallel.grad_norm import clip_coefficient
+from olmoe_lightning.parallel.grad_norm import LEAST_SQUARES, clip_coefficient, factors
 from olmoe_lightning.parallel.ownership import Ownership
 
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "SparseAdam")
@@ -234,9 +236,23 @@ class ShardedOptimizer:
         tokens, bad, squares, *used = facts.tolist()
         self._used = [flag > 0 for flag in used]
         self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway
-        self.result = StepResult(tokens, squares**0.5 / self._divisor, int(bad))
+        norm = squares**0.5 if LEAST_SQUARES <= squares < float("inf") else self._scaled_norm()
+        self.result = StepResult(tokens, norm / self._divisor, int(bad))
         self._losses = []
         return self.result
+
+    def _scaled_norm(self) -> float:
+        """The norm of gradients whose squares overflow or vanish; collective, as all processes found their sum so."""
+        peak = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group in self.groups:
+            peak = torch.maximum(peak, group.peak())
+        largest = float(self.mesh.world.all_reduce(peak, ReduceOp.MAX))
+        if largest in (0.0, float("inf")):
+            return largest
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group in self.groups:
+            squares += group.sum_of_scaled_squares(peak)
+        return largest * math.sqrt(self.mesh.world.all_reduce(squares))
 
     def assign_grads(self, max_norm: float | None = None) -> None:
         """Hand the mean gradients to the optimizer.
@@ -245,12 +261,11 @@ class ShardedOptimizer:
             max_norm: clip to this global norm in the same multiplication.
         """
         assert self.result is not None
-        scale = torch.tensor(1.0 / self._divisor, dtype=torch.float64)
+        scale = 1.0 / self._divisor
         if max_norm is not None:
-            scale *= clip_coefficient(torch.tensor(self.result.grad_norm, dtype=torch.float64), max_norm)
-        factor = scale.to(torch.float32).to(self._device)
+            scale *= clip_coefficient(self.result.grad_norm, max_norm)
         for group in self.groups:
-            group.assign_grads(self._used, factor)
+            group.assign_grads(self._used, factors(scale))
 
     def drop_grads(self) -> None:
         """Leave the optimizer nothing to do: a parameter without gradient is skipped, its state untouched."""

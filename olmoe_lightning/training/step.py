@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from olmoe_lightning._torch import foreach_mul_
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.grad_norm import clip_coefficient
+from olmoe_lightning.parallel.grad_norm import clip_coefficient, factors
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.training.objective import read_output
@@ -227,8 +227,8 @@ class OptimizerStep:
         """Bring the gradients down to a global norm; in place of the method of Lightning's precision plugins."""
         if self.run is None or self._clipped or self.skipped or self.grad_norm is None:
             return
-        coefficient = clip_coefficient(torch.tensor(self.grad_norm, dtype=torch.float64), clip_val)
-        foreach_mul_(self.run.sharded.gradients(), float(coefficient))
+        for factor in factors(clip_coefficient(self.grad_norm, clip_val)):
+            foreach_mul_(self.run.sharded.gradients(), factor)
 
     @torch.no_grad()
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:

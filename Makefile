@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity slow soak lint format spell types coverage hooks bench kernels clean
+.PHONY: help train test parity slow soak exits lint format spell types coverage hooks bench kernels clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
@@ -14,6 +14,7 @@ help:
 	@echo "make parity  every topology against one process (a part of it is in make test)"
 	@echo "make slow    tests of the commands that take long (benchmarks)"
 	@echo "make soak    kill training 50 times while it saves, and count what survives"
+	@echo "make exits   100 short runs of every pipeline schedule and launcher: does each end cleanly? (hours)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
 	@echo "make spell   codespell over the repository"
@@ -43,6 +44,9 @@ slow: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/checkpoint/soak.py --kills 50
+
+exits: $(VENV)/.installed-test
+	$(BIN)/python tests/training/exits.py --runs 100
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from typing_extensions import override
 from olmoe_lightning._lightning import ScriptLauncher, default_backend, distributed_is_initialized, init_process_group
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel import Mesh, MeshShape
+from olmoe_lightning.parallel.at_exit import settle_at_exit
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class Processes:
     def _connect(self, environment: ClusterEnvironment, world_size: int) -> None:
         device = self._device
         backend = self._backend or default_backend(device)
+        settle_at_exit()
         try:
             init_process_group(
                 environment, backend, timeout=self.timeout, device_id=device if device.type != "cpu" else None

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch import _assert_async as assert_async
 from torch._C import _will_engine_execute_node as will_execute_node
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "SymmetricHandle",
+    "TorchDispatchMode",
     "assert_async",
     "foreach_mul_",
     "group_timeout",

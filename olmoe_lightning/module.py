@@ -83,6 +83,7 @@ class OLMoE(LightningModule):
     """
 
     reads_weights_between_steps = False
+    reads_gradients = False
 
     def __init__(
         self,

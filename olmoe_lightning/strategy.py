@@ -37,12 +37,14 @@ from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, Sums
 from olmoe_lightning.parallel.pipeline.stages import StageMap
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
+from olmoe_lightning.parallel.shown_gradients import ShownGradients
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.plugins.comm.base import CommPlugin
 from olmoe_lightning.plugins.comm.capacity import DropCounters
 from olmoe_lightning.plugins.precision.base import weight_dtype
 from olmoe_lightning.training.checks import (
     fused_max_norm,
+    gradient_hooks,
     most_batches,
     reads_weights_between_steps,
     refuse_callbacks,
@@ -51,6 +53,7 @@ from olmoe_lightning.training.checks import (
     refuse_scaler,
 )
 from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
+from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.loader import Loader, read_directory
 from olmoe_lightning.training.owned import Owned
 from olmoe_lightning.training.patches import Patches
@@ -327,11 +330,16 @@ class MoEStrategy(ParallelStrategy):
             bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
             attach_grads=self._pipeline.splits_backward,
         )
+        hooks, names = None, gradient_hooks(trainer, module)
+        if names:
+            keeps = "on_before_zero_grad" in names and self.pipeline is not None
+            hooks = GradientHooks(ShownGradients(sharded), lambda: trainer.accumulate_grad_batches, keeps)
         run = Run(
             sharded,
             WeightWaits(module, sharded.bucket_of()),
             gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
             max_norm=partial(fused_max_norm, trainer, module),
+            hooks=hooks,
             before_update=self.finish_copy,
             global_step=lambda: trainer.global_step,
         )
@@ -340,6 +348,8 @@ class MoEStrategy(ParallelStrategy):
     def _patch(self, trainer: Trainer) -> None:
         self._patches.undo()
         self._patches.clip(self.precision_plugin, self._step.clip_by_norm, self._step.clip_by_value)
+        if self._fitting and self._step.shows_gradients:
+            self._patches.after_gradient_hooks(self._module, self._step.end_hooks)
         self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
@@ -444,7 +454,8 @@ class MoEStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Its closure runs ``training_step`` and ``backward`` of the step's last batch; then the optimizer updates."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._step.watched(closure) as watched:
+            result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self._step.after_update()
         if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
             self._module.log("grad_norm", self.grad_norm)
@@ -476,7 +487,9 @@ class MoEStrategy(ParallelStrategy):
         if not (self._module.training and torch.is_grad_enabled()):
             return pipeline.evaluate(first, batch)
         self._step.begin_pipeline()
-        return pipeline.train(first, batch)
+        sums = pipeline.train(first, batch)
+        self._step.end_pipeline()
+        return sums
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -487,8 +500,8 @@ class MoEStrategy(ParallelStrategy):
         loss = self._step.take_loss()
         if loss is not None:
             self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
-        self._step.end_backward()
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+        with self._step.end_backward():
+            return self.precision_plugin.post_backward(closure_loss, self._module)
 
     # ------------------------------------------------------------------------------------------ a checkpoint is written
 

@@ -34,8 +34,8 @@ TORCH_OPERATORS = {
     "assert_async": "aten::_assert_async.msg(Tensor self, str assert_msg) -> ()",
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
-TORCH_FUNCTIONS = {"SymmetricHandle", "group_timeout", "rendezvous", "storage_info", "symmetric_backend",
-                   "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
+TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "group_timeout", "rendezvous", "storage_info",
+                   "symmetric_backend", "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
 def parameters(function):
@@ -92,6 +92,20 @@ def test_private_operators_do_what_they_are_called_for():
     _torch.assert_async(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="this is wrong"):
         _torch.assert_async(torch.tensor(False), "this is wrong")
+
+
+def test_a_dispatch_mode_sees_the_operators_inside_of_it():
+    seen = []
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(3).norm()
+    torch.zeros(3)
+    assert seen == ["ones", "linalg_vector_norm"]
 
 
 def test_the_version_of_a_tensor_tells_writes_through_itself_alone():

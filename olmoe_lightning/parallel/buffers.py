@@ -30,6 +30,10 @@ BUCKET_ELEMENTS = 4 * 2**20
 _ALIGNMENT = 32  # elements; parameters start at multiples of it, so that views stay aligned for vector loads
 
 
+Flags = Sequence[bool] | Mapping[int, bool]
+"""By number of the parameter."""
+
+
 class NamedParameter(NamedTuple):
     """A parameter, the name it has in the module, and its number among all that are trained."""
 
@@ -102,13 +106,16 @@ class Bucket:
                 if not self.sharded or not parameter.ndim:
                     master = master.view(parameter.shape)
                 self.shards.append(Shard(index, begin - start, end - start, nn.Parameter(master)))
-        self.attached = False
-        self._versions: list[int] = []  # of the views when the step began
+        self.attaches = False
+        """Whether something else than the autograd engine adds to gradients, so that no hook collects them."""
+        self.shown = False  # parameters have gradients, for hooks to look at
+        self._versions: list[int] = []  # of the views when they were attached
         self.written = [False] * len(parameters)  # in this optimizer step
         self.waiting = 0  # parameters whose gradient this backward pass still owes
         self.launched = False
         self._reduction = Pending()
         self._gather = Pending()
+        self._gradients = Pending()
 
     def own(self, flat: Tensor) -> Tensor:
         """The part of a flat tensor that this process updates."""
@@ -116,24 +123,29 @@ class Bucket:
 
     # ---------------------------------------------------------------------------------------------- gradients
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """Let ``parameter.grad`` be the buffer: whoever adds to it, adds in fp32. Nothing is collected then."""
-        self.attached = True
-        for named, view in zip(self.parameters, self.grad_views, strict=True):
-            _set_grad(named.parameter, view)
+        for (_, parameter, _), view in zip(self.parameters, self.grad_views, strict=True):
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = view
         self._versions = [version(view) for view in self.grad_views]
 
-    def find_written(self) -> None:
-        """Where gradients are attached, see which parameters got any: zeros that were added are a gradient too."""
-        if self.attached:
-            self.written = [
-                version(view) > before for view, before in zip(self.grad_views, self._versions, strict=True)
-            ]
+    def end_backward(self) -> None:
+        """Where gradients were attached, see which parameters got any: zeros that were added are a gradient too."""
+        if not self.attaches:
+            return
+        now = [version(view) for view in self.grad_views]
+        known = zip(self.written, now, self._versions, strict=True)
+        self.written = [had or after > before for had, after, before in known]
+        self._hide()
 
     def begin_backward(self) -> None:
         """A backward pass starts: every parameter may bring a gradient."""
         self.waiting = len(self.parameters)
         self.launched = False
+        if self.attaches:
+            self._attach()
 
     def collect(self, position: int) -> None:
         """Take over the gradient that the backward pass has just left at a parameter, and free it there."""
@@ -184,7 +196,7 @@ class Bucket:
         """The summed gradients, each element on one process only."""
         return self.grads.chunk(self.axis.size)[self.axis.rank]
 
-    def assign_grads(self, used: Sequence[bool], scales: Sequence[float]) -> None:
+    def assign_grads(self, used: Flags, scales: Sequence[float]) -> None:
         """Give the shards their gradients, times ``scales``; a parameter that no process used gets none.
 
         Args:
@@ -194,18 +206,80 @@ class Bucket:
         own = self.own(self.grads)
         for scale in scales:
             own.mul_(scale)
+        self._give_shards(used)
+
+    def _give_shards(self, used: Flags) -> None:
+        own = self.own(self.grads)
         lower = self.axis.rank * own.numel() if self.sharded else 0
         starts = {named.number: start for named, start in zip(self.parameters, self.starts, strict=True)}
         for index, start, stop, master in self.shards:
             begin = starts[index] - lower
             master.grad = own[begin + start : begin + stop].view(master.shape) if used[index] else None
 
+    # ---------------------------------------------------------------------------------------------- for hooks
+
+    def show_own(self, scale: Tensor) -> None:
+        """Let ``parameter.grad`` be what was added up here so far, times ``scale``, while hooks look at it."""
+        self.grads.mul_(scale)
+        self._show(self.written)
+
+    def take_own(self, scale: Tensor) -> None:
+        """Go on with what the hooks left, times ``scale``; a gradient that they removed was never there."""
+        self.written = self._take()
+        self.grads.mul_(scale)
+        self._hide()
+
+    def start_show(self) -> None:
+        """Let the reduced gradients, which each process of the axis has a part of, come together."""
+        if self.sharded:
+            self._gradients = all_gather(self.axis, self.grads)
+
+    def show(self, used: Flags) -> None:
+        """Let ``parameter.grad`` be the gradient, and ``None`` where no process used the parameter.
+
+        Args:
+            used: by number of the parameter.
+        """
+        self._gradients.wait()
+        self._show([used[named.number] for named in self.parameters])
+
+    def take(self) -> None:
+        """Give the shards what hooks left of the gradients."""
+        left = self._take()
+        self._give_shards({named.number: there for named, there in zip(self.parameters, left, strict=True)})
+
+    def _show(self, there: Sequence[bool]) -> None:
+        self.shown = True
+        for (_, parameter, _), view, has in zip(self.parameters, self.grad_views, there, strict=True):
+            if parameter.dtype != torch.float32:
+                parameter.grad = None
+                parameter.grad_dtype = None  # any: a hook may put one in the dtype of the parameter there
+            parameter.grad = view if has else None
+
+    def _take(self) -> list[bool]:
+        """Copy what was replaced into the buffer; which parameters have a gradient."""
+        for (_, parameter, _), view in zip(self.parameters, self.grad_views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+        return [named.parameter.grad is not None for named in self.parameters]
+
+    def _hide(self) -> None:
+        self.shown = False
+        for _, parameter, _ in self.parameters:
+            parameter.grad = None
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = parameter.dtype
+
     def begin_step(self) -> None:
         """Forget the gradients of the step that is over."""
+        if self.shown:
+            self._hide()
         self.written = [False] * len(self.parameters)
-        if self.attached:
+        if self.attaches:
             self.grads.zero_()
-            self.attach()
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -257,7 +331,7 @@ class Unbucketed:
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad.contiguous() for _, parameter, _ in self.parameters if parameter.grad is not None]
 
-    def assign_grads(self, used: Sequence[bool], scales: Sequence[float]) -> None:
+    def assign_grads(self, used: Flags, scales: Sequence[float]) -> None:
         """Scale the gradients; one that another shard of the same parameter got is zero here, not missing."""
         grads = []
         for _, parameter, index in self.parameters:
@@ -268,12 +342,11 @@ class Unbucketed:
         for scale in scales:
             foreach_mul_(grads, scale)
 
+    def show_own(self, scale: Tensor) -> None:
+        """Let gradients be those of so far, times ``scale``, while hooks look at them."""
+        foreach_mul_([p.grad for _, p, _ in self.parameters if p.grad is not None], scale)
 
-def _set_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """An fp32 gradient, whatever the dtype of the parameter."""
-    if parameter.dtype != torch.float32:
-        parameter.grad_dtype = torch.float32
-    parameter.grad = gradient
+    take_own = show_own
 
 
 def make_buckets(

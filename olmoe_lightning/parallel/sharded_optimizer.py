@@ -127,11 +127,15 @@ class ShardedOptimizer:
         self._hooks: list[Any] = []
         for bucket in self.buckets:
             if attach_grads:
-                bucket.attach()
+                bucket.attaches = True
                 continue
             for position, (_, parameter, _) in enumerate(bucket.parameters):
                 hook = self._make_hook(bucket, position)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.parameters_of_groups: list[list[nn.Parameter]] = []
+        """As the user gave them to the optimizer."""
+        self.used: Sequence[bool] = ()
+        """By number of the parameter, whether any process used it in the step that was put together last."""
         self.shards: dict[int, Shard] = {shard.number: shard for group in groups for shard in group.shards}
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._move_groups(names)
@@ -150,6 +154,7 @@ class ShardedOptimizer:
         count = 0
         for group in self.optimizer.param_groups:
             kept: list[nn.Parameter] = []
+            self.parameters_of_groups.append(group["params"])
             self._numbering.groups.append(list(range(count, count + len(group["params"]))))
             for place, parameter in enumerate(group["params"], start=count):
                 if parameter not in number:
@@ -194,6 +199,24 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.begin_backward()
 
+    @property
+    def own_tokens(self) -> Tensor:
+        """Of this process in the step under way, fp64 []."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for _, tokens in self._losses:
+            total += tokens
+        return total
+
+    @property
+    def own_batches(self) -> int:
+        """Of this process in the step under way."""
+        return len(self._losses)
+
+    def end_backward(self) -> None:
+        """It is over, where something else than the autograd engine made the gradients."""
+        for bucket in self.buckets:
+            bucket.end_backward()
+
     def add_loss(self, loss: Tensor, num_tokens: Tensor) -> None:
         """Count a microbatch.
 
@@ -210,7 +233,6 @@ class ShardedOptimizer:
             What every process now knows. The gradients are in the buckets, still sums.
         """
         for bucket in self.buckets[self._next :]:
-            bucket.find_written()
             bucket.launch()
         self._next = len(self.buckets)
         self._syncing = False
@@ -234,12 +256,22 @@ class ShardedOptimizer:
             squares_of_stages = facts[2:3].clone()
             facts[2] = self.mesh.pipeline.all_reduce(squares_of_stages)[0]
         tokens, bad, squares, *used = facts.tolist()
-        self._used = [flag > 0 for flag in used]
+        self.used = [flag > 0 for flag in used]
         self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway
-        norm = squares**0.5 if LEAST_SQUARES <= squares < float("inf") else self._scaled_norm()
-        self.result = StepResult(tokens, norm / self._divisor, int(bad))
+        self.result = StepResult(tokens, self._norm(squares) / self._divisor, int(bad))
         self._losses = []
         return self.result
+
+    def mean_norm(self) -> float:
+        """Global norm of the gradients that the optimizer is going to use; collective."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group in self.groups:
+            squares += group.sum_of_squares()
+        return self._norm(float(self.mesh.world.all_reduce(squares)))
+
+    def _norm(self, squares: float) -> float:
+        """From the sum of squares of all processes, which each of them knows; collective."""
+        return squares**0.5 if LEAST_SQUARES <= squares < float("inf") else self._scaled_norm()
 
     def _scaled_norm(self) -> float:
         """The norm of gradients whose squares overflow or vanish; collective, as all processes found their sum so."""
@@ -265,7 +297,7 @@ class ShardedOptimizer:
         if max_norm is not None:
             scale *= clip_coefficient(self.result.grad_norm, max_norm)
         for group in self.groups:
-            group.assign_grads(self._used, factors(scale))
+            group.assign_grads(self.used, factors(scale))
 
     def drop_grads(self) -> None:
         """Leave the optimizer nothing to do: a parameter without gradient is skipped, its state untouched."""

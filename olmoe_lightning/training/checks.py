@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from olmoe_lightning.parallel.ownership import Ownership
+from olmoe_lightning.training.gradient_hooks import CALLBACK_HOOKS, MODULE_HOOKS
 
 
 def refuse_manual_optimization(module: LightningModule) -> None:
@@ -157,11 +159,22 @@ def reads_weights_between_steps(trainer: Trainer, module: LightningModule) -> bo
     )
 
 
-def _may_read(owner: Any, hook: str) -> bool:
+def gradient_hooks(trainer: Trainer, module: LightningModule) -> set[str]:
+    """Hooks in which a callback or the module may look at gradients, or change them.
+
+    A class says that its hooks do not by an attribute ``reads_gradients = False`` in the class that defines the hook;
+    of Lightning's classes it is known.
+    """
+    owners: list[tuple[Any, Sequence[str]]] = [(module, MODULE_HOOKS)]
+    owners += [(callback, CALLBACK_HOOKS) for callback in callbacks_of(trainer)]
+    return {hook for owner, hooks in owners for hook in hooks if _may_read(owner, hook, "reads_gradients")}
+
+
+def _may_read(owner: Any, hook: str, says: str = "reads_weights_between_steps") -> bool:
     if hook in vars(owner):  # a LambdaCallback has its functions there
         return True
     home = next((base for base in type(owner).__mro__ if hook in vars(base)), None)
-    return home is not None and home not in _KNOWN and vars(home).get("reads_weights_between_steps", True)
+    return home is not None and home not in _KNOWN and vars(home).get(says, True)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

@@ -1,7 +1,8 @@
 """Methods of Lightning's objects that are replaced during a run, and given back at its end: all of them, here.
 
-Lightning has no hook for these three: what clips in a precision plugin, what advances an lr_schedule in a module, and
-what asks whether a file exists in a ``ModelCheckpoint``.
+Lightning has no hook for these four: what clips in a precision plugin, what comes between the last hook that sees
+gradients and the optimizer, what advances an lr_schedule in a module, and what asks whether a file exists in a
+``ModelCheckpoint``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,21 @@ class Patches:
         """``Trainer(gradient_clip_val=...)`` ends in these two, of stock and custom plugins alike."""
         self._replace(precision, "clip_grad_by_norm", by_norm)
         self._replace(precision, "clip_grad_by_value", by_value)
+
+    def after_gradient_hooks(self, module: LightningModule, then: Callable[[], None]) -> None:
+        """Call something after ``configure_gradient_clipping``, which is called last, clipping or not.
+
+        Args:
+            module: whose hook it is.
+            then: gets the gradients that all hooks have left.
+        """
+        configure = module.configure_gradient_clipping
+
+        def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
+            configure(*args, **kwargs)
+            then()
+
+        self._replace(module, "configure_gradient_clipping", configure_gradient_clipping)
 
     def step_lr_schedules(self, module: LightningModule, advances: Callable[[Any], bool]) -> None:
         """Let an lr_schedule stand still after some optimizer steps.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.grad_norm import clip_coefficient, factors
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
+from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.objective import read_output
 
 
@@ -38,6 +39,7 @@ class Run:
         gather_at_once: weights must be there when the step ends, because something may read them before that.
         max_norm: the norm to clip to in the same multiplication as the division, ``None`` where something looks at the
             gradients in between; asked at each step.
+        hooks: shows gradients to the user's hooks, if there are any.
         before_update: called when the optimizer is about to change its parameters and state.
         global_step: number of the step, for messages.
     """
@@ -46,6 +48,7 @@ class Run:
     waits: WeightWaits
     gather_at_once: bool
     max_norm: Callable[[], float | None]
+    hooks: GradientHooks | None
     before_update: Callable[[], None]
     global_step: Callable[[], int]
 
@@ -83,6 +86,11 @@ class OptimizerStep:
         """The optimizer's mechanics."""
         return self.run.sharded if self.run is not None else None
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether hooks of the user look at gradients."""
+        return self.run is not None and self.run.hooks is not None
+
     def begin_run(self, run: Run) -> None:
         """A fit starts."""
         self.run = run
@@ -99,6 +107,8 @@ class OptimizerStep:
         if self.run is None:
             return
         self.run.waits.close()
+        if self.run.hooks is not None:
+            self.run.hooks.close()
         if interrupted:
             return
         for parameter, value in self.run.sharded.local_masters().items() if restore_masters else ():
@@ -130,7 +140,16 @@ class OptimizerStep:
     def begin_pipeline(self) -> None:
         """The schedule of a pipeline is about to make gradients, inside of ``training_step``."""
         self._gradients_made = True
+        if self.run is not None and self.run.hooks is not None and not self._open:
+            self.run.hooks.keep()
         self._begin_backward(sync=False)
+
+    def end_pipeline(self) -> None:
+        """It has made them. Lightning forgets gradients only now: those of the last step."""
+        if self.run is not None:
+            self.run.sharded.end_backward()
+            if self.run.hooks is not None:
+                self.run.hooks.show_kept()
 
     def end_forward(self, output: Any, module: str, staged: bool) -> None:
         """``training_step`` has returned.
@@ -163,6 +182,8 @@ class OptimizerStep:
         """``backward`` is about to be called; whether its gradients are of this step."""
         if self.run is None or self._loss is None:
             return False
+        if self.run.hooks is not None:
+            self.run.hooks.drop_kept()
         if not self._gradients_made:
             self._begin_backward(self._last_batch)
         return True
@@ -172,12 +193,21 @@ class OptimizerStep:
         loss, self._loss = self._loss, None
         return None if self._gradients_made else loss
 
-    def end_backward(self) -> None:
-        """The gradients of a batch are there; with those of the last one the step is decided."""
+    @contextmanager
+    def end_backward(self) -> Generator[None, None, None]:
+        """The gradients of a batch are there; with those of the last one the step is decided.
+
+        Inside, ``on_after_backward`` is called.
+        """
         assert self.run is not None
         self.run.waits.end_backward()
         if self._last_batch:
             self._finish(self.run)
+        if self.run.hooks is None:
+            yield
+        else:
+            with self.run.hooks.after_backward(self._last_batch):
+                yield
 
     def _begin_backward(self, sync: bool) -> None:
         if self.run is None:
@@ -194,15 +224,33 @@ class OptimizerStep:
         self._open = False
         result = run.sharded.finish_backward()
         run.before_update()
-        self.grad_norm = result.grad_norm
+        if run.hooks is None:
+            self._decide(run, result)
+            return
+        self.grad_norm, self.skipped, self._clipped = result.grad_norm, not result.finite, False
+        run.sharded.assign_grads()
+        run.hooks.show()
+
+    def end_hooks(self) -> None:
+        """The user's hooks have seen the gradients, and the optimizer is next: it gets what they left."""
+        if self.run is None or self.run.hooks is None or not self.run.hooks.pending:
+            return
+        self.run.hooks.take()
+        result = self.run.sharded.result
+        assert result is not None
+        self._decide(self.run, replace(result, grad_norm=self.run.sharded.mean_norm()), shown=True)
+
+    def _decide(self, run: Run, result: StepResult, shown: bool = False) -> None:
+        self.grad_norm = self.grad_norm if shown else result.grad_norm
         self.skipped = not result.finite
         if self.skipped:
             self._refuse(run, result)
             run.sharded.drop_grads()
             return
-        max_norm = run.max_norm()
-        self._clipped = max_norm is not None
-        run.sharded.assign_grads(max_norm)
+        if not shown:
+            max_norm = run.max_norm()
+            self._clipped = max_norm is not None
+            run.sharded.assign_grads(max_norm)
 
     def _refuse(self, run: Run, result: StepResult) -> None:
         what = (
@@ -225,17 +273,34 @@ class OptimizerStep:
     @torch.no_grad()
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bring the gradients down to a global norm; in place of the method of Lightning's precision plugins."""
-        if self.run is None or self._clipped or self.skipped or self.grad_norm is None:
+        if self.run is None or self._clipped or self.grad_norm is None:
             return
-        for factor in factors(clip_coefficient(self.grad_norm, clip_val)):
-            foreach_mul_(self.run.sharded.gradients(), factor)
+        if self.run.hooks is not None:
+            self.run.hooks.clip_by_norm(clip_val)
+        elif not self.skipped:
+            for factor in factors(clip_coefficient(self.grad_norm, clip_val)):
+                foreach_mul_(self.run.sharded.gradients(), factor)
 
     @torch.no_grad()
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Bring every gradient into ``[-clip_val, clip_val]``; likewise."""
-        if self.run is not None:
+        if self.run is not None and self.run.hooks is not None:
+            self.run.hooks.clip_by_value(clip_val)
+        elif self.run is not None:
             for gradient in self.run.sharded.gradients():
                 gradient.clamp_(-clip_val, clip_val)
+
+    @contextmanager
+    def watched(self, closure: Callable[[], Any]) -> Generator[Callable[[], Any], None, None]:
+        """What to call in the place of an optimizer's closure while the optimizer steps."""
+        hooks = self.run.hooks if self.run is not None else None
+        if hooks is None:
+            yield closure
+            return
+        try:
+            yield hooks.watched(closure)
+        finally:
+            hooks.close()
 
     def after_update(self) -> None:
         """The optimizer has updated its part, or left it alone if the step was skipped."""

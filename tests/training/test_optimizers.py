@@ -232,15 +232,14 @@ def test_a_module_may_clip_itself(workers):
 
 
 class LooksAtGradients(Callback):
-    """Keeps the norm of the gradients of the optimizer's parts, and of all parts of all ranks."""
+    """Keeps the norm of the gradients of the optimizer's parameters."""
 
     def __init__(self):
         self.norms = []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        parts = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        squares = sum((part.square().sum() for part in parts), torch.zeros(()))
-        self.norms.append(float(trainer.strategy.reduce(squares, reduce_op="sum") ** 0.5))
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(float(sum(gradient.square().sum() for gradient in gradients) ** 0.5))
 
 
 def train_looking():
@@ -249,7 +248,7 @@ def train_looking():
     return state, look.norms
 
 
-def test_on_before_optimizer_step_sees_the_mean_gradients_of_its_shards_before_clipping(workers):
+def test_on_before_optimizer_step_sees_the_mean_gradients_before_clipping(workers):
     (ours, norms), (_, others) = workers(2).run(train_looking)
     module = Dense()
     (sum(module.loss(x) for x in WINDOWS[0]) / 4).backward()

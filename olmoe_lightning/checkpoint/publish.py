@@ -7,6 +7,8 @@ exchange of two names, which most local Linux file systems have, the old one may
 
 Hidden names are ``.NAME.HOST.PID-START.RANDOM.tmp``, or ``.old`` for what steps aside in the case without exchange.
 START is when that process began, in clock ticks since the system's start: containers give the same PID again and again.
+In NAME the characters ``_`` and ``~`` have changed places: who looks for ``hpc_ckpt_`` anywhere in the names of a
+folder, as Lightning does, and takes all digits behind it for a version, must not find what is half written.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from olmoe_lightning.files import sync
 _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d{1,7})-(?P<start>\d{1,19})\.[0-9a-f]{8}\.(?P<kind>tmp|old)"
 )
+_UNDERSCORES = str.maketrans("_~", "~_")
 _FOREIGN_SECONDS = 24 * 3600
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2 of Linux; RENAME_SWAP of macOS' renamex_np has the same value
@@ -149,7 +152,7 @@ def clean(directory: Path) -> list[Path]:
         own_host = match["host"] == _host()
         if own_host and _is_running(int(match["pid"]), int(match["start"])):
             continue
-        target = directory / match["name"]
+        target = directory / match["name"].translate(_UNDERSCORES)
         if match["kind"] == "old" and not os.path.lexists(target):
             with suppress(FileNotFoundError):  # another process cleans, too
                 os.rename(path, target)
@@ -213,7 +216,7 @@ def _raise(error: OSError) -> None:
 
 def _hidden(target: Path, kind: str) -> Path:
     pid = os.getpid()
-    name = f".{target.name}.{_host()}.{pid}-{max(_start(pid), 0)}.{secrets.token_hex(4)}.{kind}"
+    name = f".{target.name.translate(_UNDERSCORES)}.{_host()}.{pid}-{max(_start(pid), 0)}.{secrets.token_hex(4)}.{kind}"
     return target.parent / name
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -19,19 +21,35 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 __all__ = [
+    "REQUEUE_HANDLER",
+    "SIGTERM_BROADCAST",
+    "SIGTERM_HANDLER",
     "NoOptimizer",
     "ScriptLauncher",
     "batches_processed",
+    "begin_validation_anew",
     "default_backend",
     "distributed_is_initialized",
     "init_process_group",
     "layer_sync_of",
     "optimizers_to_device",
     "reset_seed",
+    "set_received_sigterm",
+    "signal_connector_of",
+    "step_ends",
     "trainer_of",
+    "validation_batches",
 ]
+
+SIGTERM_HANDLER = "_sigterm_notifier_fn"
+"""Of the trainer's signal connector: broadcasts, on the processes that got the signal."""
+REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
+"""Of the trainer's signal connector: saves a checkpoint."""
+SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
+"""Of the loop over training batches: called before each of them."""
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
@@ -49,3 +67,36 @@ def batches_processed(trainer: Trainer) -> int:
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     assert isinstance(total, _ProcessedTracker)
     return total.processed
+
+
+def signal_connector_of(trainer: Trainer) -> _SignalConnector:
+    """What registers the handlers of signals, when a run starts."""
+    return trainer._signal_connector
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """``trainer.received_sigterm`` is true from now on, which ends loops."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def step_ends(trainer: Trainer) -> bool:
+    """Whether the current training batch is the last one of its optimizer step."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def validation_batches(trainer: Trainer) -> int:
+    """Batches that a validation inside of ``fit`` has at least; 0 if its loaders do not know."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    batches = sum(loop.max_batches) if loop._is_sequential else min(loop.max_batches)
+    return 0 if batches == float("inf") else int(batches)
+
+
+def begin_validation_anew(trainer: Trainer) -> Callable[[], None]:
+    """Let the progress of a validation inside of ``fit`` look as in its first batch; the function given undoes it.
+
+    A run that goes on from a checkpoint begins such a validation with its first batch, but counts those that are done.
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    done = progress.current.completed
+    progress.increment_by(-done, progress.is_last_batch)
+    return lambda: progress.increment_by(done, progress.is_last_batch)

@@ -21,12 +21,21 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from olmoe_lightning._lightning import NoOptimizer, layer_sync_of, optimizers_to_device, reset_seed, trainer_of
+from olmoe_lightning._lightning import (
+    NoOptimizer,
+    layer_sync_of,
+    optimizers_to_device,
+    reset_seed,
+    step_ends,
+    trainer_of,
+    validation_batches,
+)
 from olmoe_lightning.checkpoint.full import full_optimizer_state, full_state_dict
 from olmoe_lightning.checkpoint.manifest import build_manifest
 from olmoe_lightning.checkpoint.ranges import TrainingState
@@ -60,6 +69,7 @@ from olmoe_lightning.training.patches import Patches
 from olmoe_lightning.training.pipeline import Pipeline
 from olmoe_lightning.training.processes import Launcher, Processes
 from olmoe_lightning.training.saver import Saver
+from olmoe_lightning.training.signals import Asked, Signals, evaluation_handlers
 from olmoe_lightning.training.snapshot import SavedRun
 from olmoe_lightning.training.step import NonFiniteError, OptimizerStep, Run
 
@@ -200,6 +210,7 @@ class MoEStrategy(ParallelStrategy):
         self._saver = Saver(state_dict_type, async_save, on_save_error)
         self._loader = Loader()
         self._patches = Patches()
+        self._signals = Signals()
 
     # ------------------------------------------------------------------------------------------ the Trainer is made
 
@@ -243,7 +254,8 @@ class MoEStrategy(ParallelStrategy):
     def _before_launch(self, trainer: Trainer) -> None:
         """A run is asked for; Lightning has not yet looked for the last checkpoint."""
         if getattr(rank_zero_only, "rank", 0) == 0:
-            self._saver.clean_folders(getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+            folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+            self._saver.clean_folders([*folders, trainer.default_root_dir])
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -342,6 +354,7 @@ class MoEStrategy(ParallelStrategy):
             hooks=hooks,
             before_update=self.finish_copy,
             global_step=lambda: trainer.global_step,
+            noted=self._signals.noted,
         )
         self._step.begin_run(run)
 
@@ -353,6 +366,12 @@ class MoEStrategy(ParallelStrategy):
         self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
+        self._signals.begin()
+        if self._fitting:
+            self._patches.handle_signals(trainer, self._signals.note_stop, self._signals.note_requeue)
+            self._patches.end_train_batch(self._module, self._end_train_batch)
+        else:
+            self._patches.handle_signals(trainer, *evaluation_handlers(trainer))
 
     def _advances(self, scheduler: Any) -> bool:
         """Lightning advances an lr_schedule after each step, a skipped one too. Epochs pass all the same."""
@@ -407,6 +426,17 @@ class MoEStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._synchronise()
+        if self._validates_while_fitting:
+            batches = validation_batches(self._module.trainer)
+            self._signals.begin_validation(batches, self.mesh.world, self.root_device)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().validation_step(*args, **kwargs)
+        if self._validates_while_fitting:
+            asked = self._signals.agree_in_validation(self.mesh.world, self.root_device)
+            self._act(asked, validating=True)
+        return output
 
     @override
     def on_test_start(self) -> None:
@@ -468,6 +498,18 @@ class MoEStrategy(ParallelStrategy):
         output = super().training_step(*args, **kwargs)
         self._step.end_forward(output, type(self._module).__name__, staged=self.pipeline is not None)
         return output
+
+    def _end_train_batch(self) -> None:
+        """Behind all hooks of a batch: what signals have asked for, on any process, is done between two steps."""
+        if step_ends(self._module.trainer):
+            known = self._step.take_asked()
+            self._act(Asked(*known) if known is not None else self._agree())
+
+    def _agree(self) -> Asked:
+        return self._signals.agree(self.mesh.world, self.root_device)
+
+    def _act(self, asked: Asked, validating: bool = False) -> None:
+        self._signals.act(asked, self._module.trainer, self.cluster_environment, validating)
 
     def pipeline_step(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
         """Send a batch through all stages; in training, back as well. Every rank of the pipeline has the same batch.
@@ -534,7 +576,7 @@ class MoEStrategy(ParallelStrategy):
 
     def _saved_run(self) -> SavedRun:
         trainer = self._module.trainer
-        fitting = self._fitting and trainer.state.status == TrainerStatus.RUNNING
+        fitting = self._fitting and trainer.state.status == TrainerStatus.RUNNING and not self._signals.saving
         return SavedRun(
             self.training_state(), self.skipped_steps, fitting, lambda: build_manifest(trainer, self._module)
         )
@@ -551,9 +593,12 @@ class MoEStrategy(ParallelStrategy):
         self._experts.report_drops(self.mesh)
         self._synchronise()
         self.finish_saves()
+        self._act(self._agree())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._signals.stopped and isinstance(exception, SIGTERMException):
+            return
         children = self.launcher.procs if isinstance(self.launcher, Launcher) else []
         self._processes.end_children(exception, children)
 
@@ -669,4 +714,9 @@ class MoEStrategy(ParallelStrategy):
 
     def _is_interrupted(self) -> bool:
         trainer = trainer_of(self.lightning_module)
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return interrupted and not self._signals.stopped
+
+    @property
+    def _validates_while_fitting(self) -> bool:
+        return self._fitting and not self._module.trainer.sanity_checking

@@ -24,7 +24,9 @@ LIGHTNING = {
     "reset_seed": [],
 }
 """Names and the parameters by which they are called."""
-LIGHTNING_FUNCTIONS = {"batches_processed", "layer_sync_of", "trainer_of"}
+LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "layer_sync_of", "set_received_sigterm",
+                       "signal_connector_of", "step_ends", "trainer_of", "validation_batches"}  # fmt: skip
+LIGHTNING_METHODS = {"REQUEUE_HANDLER", "SIGTERM_BROADCAST", "SIGTERM_HANDLER"}
 """Functions of ours around private attributes; a test of each is below."""
 
 TORCH = {
@@ -48,7 +50,7 @@ def test_private_names_have_the_signatures_they_are_called_with(module, expected
 
 
 def test_every_name_is_tested():
-    assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS
+    assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS | LIGHTNING_METHODS
     assert set(_torch.__all__) == TORCH.keys() | TORCH_OPERATORS.keys() | TORCH_FUNCTIONS
 
 
@@ -68,6 +70,53 @@ def test_a_module_tells_its_trainer_and_a_trainer_its_progress():
     trainer.fit(module)
     assert _lightning.trainer_of(module) is trainer
     assert _lightning.batches_processed(trainer) == 3
+
+
+def quiet_trainer(**options):
+    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                   enable_model_summary=False, **options)  # fmt: skip
+
+
+def test_methods_that_are_replaced_are_called_as_they_are_replaced():
+    trainer = quiet_trainer()
+    connector = _lightning.signal_connector_of(trainer)
+    for name in (_lightning.SIGTERM_HANDLER, _lightning.REQUEUE_HANDLER):
+        assert len(parameters(getattr(connector, name))) == 2
+    assert parameters(getattr(trainer.fit_loop.epoch_loop, _lightning.SIGTERM_BROADCAST)) == []
+    assert not trainer.received_sigterm
+    _lightning.set_received_sigterm(trainer)
+    assert trainer.received_sigterm
+
+
+class Looks(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.batches, self.counts = [], [], []
+
+    def on_train_batch_end(self, *_):
+        self.steps.append(_lightning.step_ends(self.trainer))
+
+    def on_validation_start(self):
+        if not self.trainer.sanity_checking:
+            self.batches.append(_lightning.validation_batches(self.trainer))
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            progress = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+            undo = _lightning.begin_validation_anew(self.trainer)
+            anew = progress.current.ready, progress.current.completed, progress.total.ready - progress.total.processed
+            undo()
+            self.counts.append((anew, progress.current.ready, progress.current.completed))
+        return super().validation_step(batch, batch_idx)
+
+
+def test_a_trainer_tells_where_it_is():
+    module = Looks()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=3, accumulate_grad_batches=2, limit_val_batches=2)
+    trainer.fit(module)
+    assert module.steps == [False, True, True]
+    assert module.batches == [2]
+    assert module.counts == [((1, 0, 1), 1, 0), ((1, 0, 1), 2, 1)]
 
 
 def test_a_strategy_tells_its_layer_sync():

@@ -45,6 +45,8 @@ class StepResult:
     """Global norm of the mean gradient, before clipping."""
     bad_losses: int
     """Microbatches whose loss was not finite."""
+    asked: tuple[bool, ...] = ()
+    """What any process asked for besides."""
 
     @property
     def finite(self) -> bool:
@@ -226,8 +228,11 @@ class ShardedOptimizer:
         """
         self._losses.append((torch.isfinite(loss.detach()).all(), num_tokens.detach()))
 
-    def finish_backward(self) -> StepResult:
+    def finish_backward(self, asked: Sequence[bool] = ()) -> StepResult:
         """Put the gradients of the step together over all processes; collective.
+
+        Args:
+            asked: what this process asks for besides; as many on each.
 
         Returns:
             What every process now knows. The gradients are in the buckets, still sums.
@@ -237,12 +242,14 @@ class ShardedOptimizer:
         self._next = len(self.buckets)
         self._syncing = False
         count = len(self.parameters)
-        facts = torch.zeros(3 + count, dtype=torch.float64)
+        head = 3 + len(asked)
+        facts = torch.zeros(head + count, dtype=torch.float64)
         flags = [False] * count
         for group in self.groups:
             for written, (_, _, index) in zip(group.written, group.parameters, strict=True):
                 flags[index] = written
-        facts[3:] = torch.tensor(flags, dtype=torch.float64)
+        facts[3:head] = torch.tensor(asked, dtype=torch.float64)
+        facts[head:] = torch.tensor(flags, dtype=torch.float64)
         facts = facts.to(self._device)
         for finite, tokens in self._losses:
             facts[0] += tokens
@@ -253,12 +260,13 @@ class ShardedOptimizer:
             facts[2] += group.sum_of_squares()
         self.mesh.data.all_reduce(facts)
         if self.mesh.pipeline.size > 1:
-            squares_of_stages = facts[2:3].clone()
-            facts[2] = self.mesh.pipeline.all_reduce(squares_of_stages)[0]
-        tokens, bad, squares, *used = facts.tolist()
+            facts[2:head] = self.mesh.pipeline.all_reduce(facts[2:head].clone())
+        tokens, bad, squares, *flags_of_all = facts.tolist()
+        wanted, used = flags_of_all[: len(asked)], flags_of_all[len(asked) :]
         self.used = [flag > 0 for flag in used]
         self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway
-        self.result = StepResult(tokens, self._norm(squares) / self._divisor, int(bad))
+        norm = self._norm(squares) / self._divisor
+        self.result = StepResult(tokens, norm, int(bad), tuple(flag > 0 for flag in wanted))
         self._losses = []
         return self.result
 

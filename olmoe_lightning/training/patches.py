@@ -1,8 +1,8 @@
 """Methods of Lightning's objects that are replaced during a run, and given back at its end: all of them, here.
 
-Lightning has no hook for these four: what clips in a precision plugin, what comes between the last hook that sees
-gradients and the optimizer, what advances an lr_schedule in a module, and what asks whether a file exists in a
-``ModelCheckpoint``.
+Lightning has no hook for these: what clips in a precision plugin, what comes between the last hook that sees gradients
+and the optimizer, what advances an lr_schedule in a module, what asks whether a file exists in a ``ModelCheckpoint``,
+what handles signals, and a moment behind all other ends of a batch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+
+from olmoe_lightning._lightning import REQUEUE_HANDLER, SIGTERM_BROADCAST, SIGTERM_HANDLER, signal_connector_of
 
 
 class Patches:
@@ -75,6 +77,31 @@ class Patches:
             return bool(exists(callback, filepath, trainer)) or queued
 
         self._replace(callback, "file_exists", file_exists)
+
+    def handle_signals(
+        self, trainer: Trainer, stop: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
+    ) -> None:
+        """Replace what Lightning does in handlers of signals; it registers them, and keeps those of the user.
+
+        Args:
+            trainer: before its run has started.
+            stop: called in the handler of SIGTERM.
+            requeue: called in the handler of the signal by which SLURM announces the end of a job's time.
+        """
+        connector = signal_connector_of(trainer)
+        self._replace(connector, SIGTERM_HANDLER, stop)
+        self._replace(connector, REQUEUE_HANDLER, requeue)
+        self._replace(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, lambda: None)
+
+    def end_train_batch(self, module: LightningModule, end: Callable[[], None]) -> None:
+        """Call ``end`` behind all other hooks that end a training batch, before Lightning counts the batch as done."""
+        hook = module.on_train_batch_end
+
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            hook(*args, **kwargs)
+            end()
+
+        self._replace(module, "on_train_batch_end", on_train_batch_end)
 
     def undo(self) -> None:
         """Give all methods back."""

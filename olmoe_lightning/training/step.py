@@ -6,7 +6,7 @@ all are put together, and the optimizer updates. A pipeline makes its gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -42,6 +42,7 @@ class Run:
         hooks: shows gradients to the user's hooks, if there are any.
         before_update: called when the optimizer is about to change its parameters and state.
         global_step: number of the step, for messages.
+        noted: what signals have asked this process for; all processes learn of it with the step's decision.
     """
 
     sharded: ShardedOptimizer
@@ -51,6 +52,7 @@ class Run:
     hooks: GradientHooks | None
     before_update: Callable[[], None]
     global_step: Callable[[], int]
+    noted: Callable[[], Sequence[bool]]
 
 
 class OptimizerStep:
@@ -80,6 +82,7 @@ class OptimizerStep:
         self._gradients_made = False  # of this batch, by the schedule of a pipeline
         self._loss: Tensor | None = None  # of this batch, a sum, to be differentiated
         self._clipped = False
+        self._asked: tuple[bool, ...] | None = None  # of any process, at the end of the last step
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
@@ -222,7 +225,8 @@ class OptimizerStep:
     def _finish(self, run: Run) -> None:
         """Put the gradients of all processes together; all take the same decision."""
         self._open = False
-        result = run.sharded.finish_backward()
+        result = run.sharded.finish_backward(run.noted())
+        self._asked = result.asked
         run.before_update()
         if run.hooks is None:
             self._decide(run, result)
@@ -267,6 +271,11 @@ class OptimizerStep:
             f"Skipped optimizer step {run.global_step()} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
             "schedule and router biases are as before it."
         )
+
+    def take_asked(self) -> tuple[bool, ...] | None:
+        """What signals had asked any process for at the end of the last step; ``None`` if that was taken already."""
+        asked, self._asked = self._asked, None
+        return asked
 
     # ---------------------------------------------------------------------------------------------- the update
 

@@ -333,6 +333,7 @@ class MoEStrategy(ParallelStrategy):
         ownership = Ownership(module, self.mesh, expert_parameters(module), trained)
         refuse_dtypes(optimizer, ownership)
         ownership.refuse_two_owners()
+        views = ownership.views_of_trained()
         sharded = ShardedOptimizer(
             optimizer,
             ownership,
@@ -346,6 +347,7 @@ class MoEStrategy(ParallelStrategy):
         if names:
             keeps = "on_before_zero_grad" in names and self.pipeline is not None
             hooks = GradientHooks(ShownGradients(sharded), lambda: trainer.accumulate_grad_batches, keeps)
+        views.follow()
         run = Run(
             sharded,
             WeightWaits(module, sharded.bucket_of()),

@@ -29,7 +29,9 @@ def gather_experts(local: Tensor, axis: Axis) -> Tensor | None:
     """
     if axis.size == 1:
         return local
-    parts = [torch.empty_like(local) for _ in axis.ranks] if axis.rank == 0 else None
+    parts = (
+        [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in axis.ranks] if axis.rank == 0 else None
+    )
     dist.gather(local.contiguous(), parts, dst=axis.ranks[0], group=axis.group)
     return None if parts is None else torch.cat(parts)
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from olmoe_lightning.checkpoint.directory import INDEX, CorruptCheckpoint, Range, SafeReader, differences, load
 from olmoe_lightning.checkpoint.record import FORMAT
 from olmoe_lightning.errors import reason, shortened
+from olmoe_lightning.parallel.layout import write
 
 KEY = "moe_checkpoint"
 """Entry of a checkpoint's dictionary that belongs to the strategy."""
@@ -118,20 +119,18 @@ def load_sharded(module: nn.Module, meta: Mapping[str, Any], strict: bool = True
     shapes, _ = read_contents(meta)
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.numel():  # nothing is stored of what has no elements
             wanted.setdefault(id(value), (name, value))  # tied tensors have several names and one place
     tensors = dict(wanted.values())
     if found := differences({name: list(value.shape) for name, value in tensors.items()}, shapes, strict):
         raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(found)}")
-    with torch.no_grad():
-        load(
-            directory,
-            [
-                Range(MODEL + name, value.numel(), 0, value.detach().view(-1))
-                for name, value in tensors.items()
-                if name in shapes
-            ],
-        )
+    there = {name: value.detach() for name, value in tensors.items() if name in shapes}
+    # What has gaps or repeats elements is read beside its place.
+    dense = {name: value.contiguous() for name, value in there.items()}
+    load(directory, [Range(MODEL + name, value.numel(), 0, value.view(-1)) for name, value in dense.items()])
+    for name, value in there.items():
+        if dense[name] is not value:
+            write(value, dense[name])
     if other := meta[KEY].get("other"):
         module.load_state_dict(other, strict=False)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.meta import MODEL
 from olmoe_lightning.parallel.buffers import Bucket, Shard
+from olmoe_lightning.parallel.layout import write
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
@@ -128,7 +129,8 @@ class TrainingState:
             """The values themselves, or a place from which they are copied in the end."""
             if value.is_contiguous():
                 return value.detach().view(-1)
-            copies.append((value.detach(), torch.empty(value.shape, dtype=value.dtype, device=value.device)))
+            # A copy, not empty: what a checkpoint does not have stays as it is.
+            copies.append((value.detach(), value.detach().clone(memory_format=torch.contiguous_format)))
             return copies[-1][1].view(-1)
 
         if self.sharded is not None:
@@ -144,7 +146,7 @@ class TrainingState:
 
         def finish() -> None:
             for target, source in copies:
-                target.copy_(source)
+                write(target, source)
             if self.sharded is not None:
                 self.sharded.start_gather()  # the compute weights, from everyone's masters
                 self.sharded.finish_gather()

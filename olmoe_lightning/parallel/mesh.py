@@ -6,7 +6,7 @@ are replicated over data = expert_replica x expert, and an expert over expert_re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel.layout import distinct
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,21 @@ class Axis:
         return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        """Reduce in place over the axis; nothing to do for one process."""
-        if self.size > 1:
-            dist.all_reduce(tensor, op=op, group=self.group)
-        return tensor
+        """Reduce in place over the axis, whatever the layout; nothing to do for one process."""
+        return self._in_place(tensor, lambda dense: dist.all_reduce(dense, op=op, group=self.group))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite in place with the tensor of one process of the axis, by default the first."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
+        """Overwrite in place, whatever the layout, with the tensor of one process of the axis, by default the first."""
+        return self._in_place(tensor, lambda dense: dist.broadcast(dense, self.ranks[source], group=self.group))
+
+    def _in_place(self, tensor: Tensor, collective: Callable[[Tensor], Any]) -> Tensor:
+        """Backends count elements from the first one on: they get each once, in one order on all processes."""
+        if self.size > 1 and tensor.numel():
+            part = distinct(tensor)
+            dense = part.contiguous()
+            collective(dense)
+            if dense is not part:
+                part.copy_(dense)
         return tensor
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.parallel.layout import Views
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 
 
@@ -143,6 +144,19 @@ class Ownership:
         for buffer in self.module.buffers():
             if buffer.numel() and not buffer.is_meta:
                 self.mesh.data.broadcast(buffer.data)
+
+    def views_of_trained(self) -> Views:
+        """What looks at the memory of trained parameters, which several processes move into buckets.
+
+        Raises:
+            UserError: several of them have elements in common.
+        """
+        held: dict[Tensor, str] = {}
+        held.update((parameter, name) for parameter, name in self.parameters.items())
+        held.update((buffer, name) for name, buffer in self.module.named_buffers())
+        several = self.mesh.world.size > 1
+        moved = {tensor: name for tensor, name in held.items() if several and self.is_trained(tensor)}
+        return Views(moved, {tensor: name for tensor, name in held.items() if tensor not in moved})
 
     def refuse_two_owners(self) -> None:
         """Stop if two stages of the pipeline train a tensor of one name; collective, all processes refuse together.

@@ -170,7 +170,7 @@ class Processes:
         mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
         if isinstance(reduce_op, str) and not mean:
             reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
-        result = tensor.detach().to(self._device).clone()
+        result = tensor.detach().to(self._device).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else reduce_op, group=group)
         return result / dist.get_world_size(group) if mean else result
 

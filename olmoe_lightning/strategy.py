@@ -60,7 +60,9 @@ from olmoe_lightning.training.checks import (
     refuse_dtypes,
     refuse_manual_optimization,
     refuse_scaler,
+    sets_weights,
 )
+from olmoe_lightning.training.exact_values import ExactValues
 from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
 from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.loader import Loader, read_directory
@@ -209,6 +211,7 @@ class MoEStrategy(ParallelStrategy):
         self._step = OptimizerStep(on_non_finite)
         self._saver = Saver(state_dict_type, async_save, on_save_error)
         self._loader = Loader()
+        self._exact = ExactValues()
         self._patches = Patches()
         self._signals = Signals()
 
@@ -294,18 +297,19 @@ class MoEStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         refuse_scaler(self.precision_plugin)
         refuse_callbacks(trainer)
-        exact = self._place_model()
+        self._place_model()
         if self._fitting:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
-            self._shard_optimizer(trainer, exact)
+            self._shard_optimizer(trainer)
+        self._exact.keep_on_host()
         self.setup_precision_plugin()
         if self._fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self._patch(trainer)
 
-    def _place_model(self) -> dict[nn.Parameter, Tensor]:
-        """Give each process its part, with equal values; the fp32 values of what becomes narrower then."""
+    def _place_model(self) -> None:
+        """Give each process its part, with equal values."""
         assert self.model is not None
         if self._fitting or (self.sharded is not None and self.sharded.ownership.module is not self._module):
             self._step.forget_run()
@@ -314,17 +318,16 @@ class MoEStrategy(ParallelStrategy):
         self.place_experts(self._module)
         self.model_to_device()
         self.ownership().equalise()
-        exact = {parameter: parameter.data for parameter in self._module.parameters()} if self._fitting else {}
-        self.model = self.precision_plugin.convert_module(self.model)
+        with self._exact.narrowing(self._module):
+            self.model = self.precision_plugin.convert_module(self.model)
         self._pipeline.build(self._module, self.mesh.pipeline, self.root_device)
-        return {parameter: value for parameter, value in exact.items() if parameter.dtype != value.dtype}
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _shard_optimizer(self, trainer: Trainer, exact: Mapping[nn.Parameter, Tensor]) -> None:
+    def _shard_optimizer(self, trainer: Trainer) -> None:
         """Move the optimizer onto shards, and begin the steps of a fit."""
         if not self.optimizers or isinstance(self.optimizers[0], NoOptimizer):
             return
@@ -339,7 +342,7 @@ class MoEStrategy(ParallelStrategy):
             ownership,
             shard=self.shard_optimizer,
             overlap_reduce=self.overlap_grad_reduce,
-            values=exact,
+            values=self._exact.take(trained),
             bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
             attach_grads=self._pipeline.splits_backward,
         )
@@ -354,6 +357,7 @@ class MoEStrategy(ParallelStrategy):
             gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
             max_norm=partial(fused_max_norm, trainer, module),
             hooks=hooks,
+            adopts_weights=sets_weights(trainer, module),
             before_update=self.finish_copy,
             global_step=lambda: trainer.global_step,
             noted=self._signals.noted,
@@ -399,6 +403,7 @@ class MoEStrategy(ParallelStrategy):
         if not self._fitting:
             self._step.forget_run()  # of an earlier fit: its masters are not those of the weights that come now
         self._loader.load_model(checkpoint, strict, self.training_state(), self._fitting)
+        self._exact.forget_values()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -610,7 +615,9 @@ class MoEStrategy(ParallelStrategy):
         self._patches.undo()
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
-        self._step.close_run(interrupted, restore_masters=weight_dtype(self.precision_plugin) is not None)
+        narrow = weight_dtype(self.precision_plugin) is not None
+        self._step.close_run(interrupted, restore_masters=narrow)
+        self._exact.close(module, restore=narrow and not interrupted)
         self._saver.close(interrupted)
         self._experts.close(module)
         super().teardown()

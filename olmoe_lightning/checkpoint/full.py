@@ -138,7 +138,7 @@ def local_state_dict(ownership: Ownership, state: Mapping[str, Any]) -> dict[str
 
 def full_masters(sharded: ShardedOptimizer) -> dict[str, Tensor]:
     """fp32 values of all trained parameters by name; on rank 0, empty elsewhere; collective."""
-    values = full_values(sharded, lambda shard: shard.master.detach())
+    values = full_values(sharded, sharded.values)
     return of_all_stages(sharded.mesh, {name: whole for name, _, whole in values if whole is not None})
 
 

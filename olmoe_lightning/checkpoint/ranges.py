@@ -39,9 +39,8 @@ class TrainingState:
 
     def model_to_write(self) -> list[Range]:
         """What this process writes of the model: fp32 masters of what is trained, the rest as it is."""
-        # After the run the parameters are on their own: the masters' values, or what was put there since.
-        over = self.sharded is not None and self.sharded.closed
-        found = self._shards_to_write(MODEL, lambda shard, parameter: _own_values(shard, parameter, over))
+        sharded = self.sharded
+        found = self._shards_to_write(MODEL, lambda shard, _: None if sharded is None else _flat(sharded.values(shard)))
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
                 whole = _flat(value.detach())
@@ -185,13 +184,6 @@ class TrainingState:
                 entries[key] = item.clone() if isinstance(item, Tensor) else item
             state[shard.master] = entries
         return ranges, state
-
-
-def _own_values(shard: Shard, parameter: nn.Parameter, over: bool) -> Tensor:
-    """Of a shard, flat: those of the optimizer, or of the parameter when it is ``over``."""
-    if over:
-        return _flat(parameter.detach())[shard.start : shard.stop].to(torch.float32)
-    return _flat(shard.master.detach())
 
 
 def is_range(item: Any, master: nn.Parameter) -> bool:

@@ -87,6 +87,7 @@ class Bucket:
         if first.dtype != torch.float32:
             self.masters = torch.zeros(self.masters.shape, dtype=torch.float32, device=first.device)
         self.grad_views: list[Tensor] = []
+        self.weight_views: list[Tensor] = []
         self.shards: list[Shard] = []
         lower = self.axis.rank * (length // self.axis.size) if self.sharded else 0
         upper = lower + self.masters.numel()
@@ -97,6 +98,7 @@ class Bucket:
             self.grad_views.append(self.grads[start:stop].view(parameter.shape).data)
             view = self.weights[start:stop].view(parameter.shape)
             view.copy_(value)
+            self.weight_views.append(view)
             parameter.data = view
             begin, end = max(start, lower), min(stop, upper)
             if begin < end:
@@ -283,6 +285,24 @@ class Bucket:
 
     # ---------------------------------------------------------------------------------------------- weights
 
+    def adopt_weights(self) -> None:
+        """Train on from what was set at the parameters: in place, or as another tensor in the place of the bucket's.
+
+        Raises:
+            UserError: a parameter has another shape now.
+        """
+        for (name, parameter, _), view in zip(self.parameters, self.weight_views, strict=True):
+            if parameter.shape != view.shape:
+                raise UserError(
+                    f"{name} has the shape {list(parameter.shape)}, and had {list(view.shape)} when training began; "
+                    "MoEStrategy shards parameters once, so change shapes before fit"
+                )
+            if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
+                view.copy_(parameter.detach())
+                parameter.data = view
+        if self.masters.dtype != self.weights.dtype:
+            adopted(self.own(self.weights), self.masters, out=self.masters)
+
     def start_gather(self) -> None:
         """Send the updated part to the others and start receiving theirs."""
         if self.masters.dtype != self.weights.dtype:
@@ -293,6 +313,18 @@ class Bucket:
     def finish_gather(self) -> None:
         """Wait until the weights are those of after the step."""
         self._gather.wait()
+
+
+def adopted(weights: Tensor, exact: Tensor, out: Tensor | None = None) -> Tensor:
+    """fp32 values of weights: the exact ones where the weights are their rounded values, else what was set there.
+
+    Args:
+        weights: in any dtype.
+        exact: fp32, of the same shape; a new tensor is made unless ``out`` is given.
+        out: may be ``exact``.
+    """
+    unchanged = weights == exact.to(weights.dtype)
+    return torch.where(unchanged, exact, weights.to(torch.float32), out=out)
 
 
 class Unbucketed:

@@ -26,7 +26,15 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.buffers import BUCKET_ELEMENTS, Bucket, NamedParameter, Shard, Unbucketed, make_buckets
+from olmoe_lightning.parallel.buffers import (
+    BUCKET_ELEMENTS,
+    Bucket,
+    NamedParameter,
+    Shard,
+    Unbucketed,
+    adopted,
+    make_buckets,
+)
 from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.grad_norm import LEAST_SQUARES, clip_coefficient, factors
 from olmoe_lightning.parallel.ownership import Ownership
@@ -377,6 +385,20 @@ class ShardedOptimizer:
     def bucket_of(self) -> dict[nn.Parameter, Bucket]:
         """The bucket of each parameter that has one."""
         return {parameter: bucket for bucket in self.buckets for _, parameter, _ in bucket.parameters}
+
+    def adopt_weights(self) -> None:
+        """Update from what was set at the parameters since the last step; the weights have arrived."""
+        for bucket in self.buckets:
+            bucket.adopt_weights()
+
+    def values(self, shard: Shard) -> Tensor:
+        """Of a shard, like its master: the optimizer's, and where something else was set at the parameter, that."""
+        flat = self.parameters[shard.number].parameter.detach().reshape(-1)[shard.start : shard.stop]
+        master = shard.master.detach()
+        if flat.data_ptr() == master.data_ptr():
+            return master
+        flat = flat.view(master.shape)
+        return master if torch.equal(flat, master.to(flat.dtype)) else adopted(flat, master)
 
     def local_masters(self) -> dict[nn.Parameter, Tensor]:
         """fp32 values of the parameters that are held in a narrower dtype, whole on each process; collective."""

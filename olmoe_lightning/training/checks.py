@@ -124,6 +124,7 @@ _BETWEEN_STEPS = (
 )
 """Hooks that run before the strategy has waited for the weights of an optimizer step."""
 _OF_MODULES = (*_BETWEEN_STEPS, "training_step", "optimizer_step", "lr_scheduler_step")
+_STEPS = ("validation_step", "test_step", "predict_step", "configure_gradient_clipping", "optimizer_zero_grad")
 _LIGHTNINGS = (
     LightningModule,
     BasePredictionWriter,
@@ -156,6 +157,17 @@ def reads_weights_between_steps(trainer: Trainer, module: LightningModule) -> bo
     """
     return any(_may_read(module, hook) for hook in _OF_MODULES) or any(
         _may_read(callback, hook) for callback in callbacks_of(trainer) for hook in _BETWEEN_STEPS
+    )
+
+
+def sets_weights(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether a callback or the module has a hook in which it may set weights during a fit.
+
+    A class says that its hooks do not by the same attribute ``reads_weights_between_steps = False``.
+    """
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    return any(_may_read(module, hook) for hook in (*hooks, *_OF_MODULES, *_STEPS)) or any(
+        _may_read(callback, hook) for callback in callbacks_of(trainer) for hook in hooks
     )
 
 

@@ -40,6 +40,7 @@ class Run:
         max_norm: the norm to clip to in the same multiplication as the division, ``None`` where something looks at the
             gradients in between; asked at each step.
         hooks: shows gradients to the user's hooks, if there are any.
+        adopts_weights: something else than the optimizer may set weights between two steps.
         before_update: called when the optimizer is about to change its parameters and state.
         global_step: number of the step, for messages.
         noted: what signals have asked this process for; all processes learn of it with the step's decision.
@@ -50,6 +51,7 @@ class Run:
     gather_at_once: bool
     max_norm: Callable[[], float | None]
     hooks: GradientHooks | None
+    adopts_weights: bool
     before_update: Callable[[], None]
     global_step: Callable[[], int]
     noted: Callable[[], Sequence[bool]]
@@ -107,13 +109,15 @@ class OptimizerStep:
             restore_masters: let the module leave with its fp32 masters, so that a second fit does not start from
                 rounded weights.
         """
-        if self.run is None:
+        if self.run is None or self.run.sharded.closed:
             return
         self.run.waits.close()
         if self.run.hooks is not None:
             self.run.hooks.close()
         if interrupted:
             return
+        if restore_masters:
+            self.run.sharded.adopt_weights()
         for parameter, value in self.run.sharded.local_masters().items() if restore_masters else ():
             parameter.data = value
         self.run.sharded.close()
@@ -251,6 +255,8 @@ class OptimizerStep:
             self._refuse(run, result)
             run.sharded.drop_grads()
             return
+        if run.adopts_weights:
+            run.sharded.adopt_weights()
         if not shown:
             max_norm = run.max_norm()
             self._clipped = max_norm is not None

@@ -19,6 +19,7 @@ __all__ = [
     "assert_async",
     "foreach_mul_",
     "group_timeout",
+    "is_view",
     "rebuild_tensor",
     "rendezvous",
     "storage_info",
@@ -76,6 +77,11 @@ def storage_info(path: str, offset: int, length: int) -> object:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return tensor._is_view()  # type: ignore[no-any-return,no-untyped-call]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

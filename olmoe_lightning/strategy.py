@@ -461,8 +461,7 @@ class MoEStrategy(ParallelStrategy):
             batch: as in :meth:`pipeline_step`.
 
         Returns:
-            What the last stage makes of the batch, with shape and dtype of ``pipeline_hidden``, on every rank of the
-            pipeline.
+            What the last stage makes of the batch, on every rank of the pipeline.
 
         Raises:
             RuntimeError: there is no pipeline.

@@ -36,7 +36,7 @@ TORCH_OPERATORS = {
     "assert_async": "aten::_assert_async.msg(Tensor self, str assert_msg) -> ()",
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
-TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "group_timeout", "rendezvous", "storage_info",
+TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "group_timeout", "is_view", "rendezvous", "storage_info",
                    "symmetric_backend", "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
@@ -52,6 +52,12 @@ def test_private_names_have_the_signatures_they_are_called_with(module, expected
 def test_every_name_is_tested():
     assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS | LIGHTNING_METHODS
     assert set(_torch.__all__) == TORCH.keys() | TORCH_OPERATORS.keys() | TORCH_FUNCTIONS
+
+
+def test_a_view_is_known_from_a_tensor_of_its_own():
+    tensor = torch.zeros(2, requires_grad=True) * 1
+    assert _torch.is_view(tensor.view(2))
+    assert not _torch.is_view(tensor.view(2).clone())
 
 
 def test_a_moved_signature_is_found(monkeypatch):

@@ -130,6 +130,8 @@ class Pipeline:
         """What the last stage returns for a batch, on every rank of the pipeline, without gradients."""
         runner = self.built("pipeline_forward")
         output = runner.forward(first, batch)
+        found = None if output is None else (output.shape, output.dtype)
+        shape, dtype = runner.axis.broadcast_object(found, runner.stages.last_rank)
         if output is None:
-            output = torch.empty_like(runner.model.pipeline_hidden(batch), device=runner.device)
+            output = torch.empty(shape, dtype=dtype, device=runner.device)
         return runner.from_last(output.contiguous())

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.mesh import Axis
+from olmoe_lightning.parallel.pipeline.declared import Declared, owned
 from olmoe_lightning.parallel.pipeline.stages import StageMap, find_pipeline_schedule
 
 Sums = dict[str, Tensor]
@@ -54,15 +55,42 @@ _PREFIX = "batch_"
 
 
 class _Stage(nn.Module):
-    """Takes the batch under names that torch's ``step`` has no other use for."""
+    """Takes the batch under names that torch's ``step`` has no other use for, and sends what was declared.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the layers.
+        stage: its number.
+        hidden: what is sent, on the meta device.
+        declared: compares it with what the module returns.
+        last: whether nothing is sent.
+    """
+
+    def __init__(self, module: nn.Module, stage: int, hidden: Tensor, declared: Declared, last: bool) -> None:
         super().__init__()
         self.module = module
+        self._stage, self._hidden, self._declared, self._last = stage, hidden, declared, last
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
-        y: Tensor = self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
-        return y
+        if self._stage:
+            x = _DenseGradient.apply(x)  # type: ignore[no-untyped-call]
+        y = self.module(x, **{name.removeprefix(_PREFIX): value for name, value in batch.items()})
+        if self._last and isinstance(y, Tensor):
+            return owned(y)
+        trained = (weight for weight in self.module.parameters() if weight.requires_grad)
+        anchor = x if x.requires_grad else next(trained, None)
+        return self._declared.output(y, self._hidden, self._stage, anchor)
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The gradient that travels back is dense in memory: that of a sum, for example, is expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
 
 
 class PipelineRunner:
@@ -89,6 +117,7 @@ class PipelineRunner:
             for stage in stages.stages_of(axis.rank)
         }
         self._pipeline_schedules: dict[Any, Any] = {}
+        self._declared = Declared(axis, device)
         self._batch: Mapping[str, Tensor] = {}
         self._sums: list[Sums] = []
         self._names: dict[str, list[str]] = {}  # of the sums of each kind of pass
@@ -107,8 +136,18 @@ class PipelineRunner:
 
         Returns:
             The sums over the batch, on every process of the pipeline.
+
+        Raises:
+            UserError: the batch cannot be cut, or the module does something else than it declares; on all of them.
         """
-        schedule = self._pipeline_schedule(first, batch)
+        count = self.num_microbatches
+        if _has_rows(first) and len(first) % count:
+            raise UserError(
+                f"a batch of {len(first)} rows cannot be cut into num_microbatches ({count}) equal parts; choose a "
+                "batch size that is a multiple of it, and drop_last=True"
+            )
+        hidden = self._begin("training", first, batch, count)
+        schedule = self._pipeline_schedule(first, batch, hidden)
         self._batch, self._sums = batch, []
         rows = torch.arange(len(first))  # the loss finds its part of the batch by them, without asking the device
         arguments = (first,) if 0 in self.modules else ()
@@ -116,13 +155,17 @@ class PipelineRunner:
         extras = {_PREFIX + name: value for name, value in batch.items()}
         schedule.step(*arguments, target=rows if self.has_last else None, losses=losses, return_outputs=False, **extras)
         self._batch = {}
+        self._declared.agree()
         return self._everywhere("training")
 
     @torch.no_grad()
     def evaluate(self, first: Tensor, batch: Mapping[str, Tensor]) -> Sums:
         """The same without gradients: stage after stage, each as soon as its input is there."""
         self._sums = []
-        self._pass(first, batch, lambda output, inputs: self._sums.append(self.model.pipeline_loss(output, inputs)))
+        count = self._parts(first)
+        self._begin("evaluation", first, batch, count)
+        self._pass(first, batch, lambda output, inputs: self._sums.append(self._checked(output, inputs)), count)
+        self._declared.agree()
         return self._everywhere("evaluation")
 
     @torch.no_grad()
@@ -135,7 +178,10 @@ class PipelineRunner:
             parts: microbatches; ``None``: as many as in training if the rows come out even, else one.
         """
         outputs: list[Tensor] = []
-        self._pass(first, batch, lambda output, _: outputs.append(output), parts)
+        count = parts or self._parts(first)
+        self._begin("forward", first, batch, count, sizes=False)
+        self._pass(first, batch, lambda output, _: outputs.append(output), count)
+        self._declared.agree()
         return torch.cat(outputs) if self.has_last else None
 
     def from_last(self, tensor: Tensor) -> Tensor:
@@ -147,39 +193,62 @@ class PipelineRunner:
         first: Tensor,
         batch: Mapping[str, Tensor],
         end: Callable[[Tensor, Mapping[str, Tensor]], None],
-        parts: int | None = None,
+        count: int,
     ) -> None:
         """Send the parts of a batch through the stages; ``end`` gets the last stage's output and its part's inputs."""
-        count = parts or self._parts(len(first))
         outputs: dict[tuple[int, int], Tensor] = {}
         sends = []
         for stage in sorted(self.modules):
             for part in range(count):
                 rows = slice(part * len(first) // count, (part + 1) * len(first) // count)
                 inputs = {name: value[rows] for name, value in batch.items()}
+                hidden = self.model.pipeline_hidden(inputs)
                 if stage == 0:
                     x = first[rows]
                 elif (stage - 1, part) in outputs:
                     x = outputs.pop((stage - 1, part))
                 else:
-                    x = torch.empty_like(self.model.pipeline_hidden(inputs), device=self.device)
+                    x = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
                     dist.recv(x, group=self.axis.group, group_src=self.stages.rank_of(stage - 1))
                 y = self.modules[stage](x, **inputs)
-                if stage == self.stages.num_stages - 1:
+                last = stage == self.stages.num_stages - 1
+                if not (last and isinstance(y, Tensor)):
+                    y = self._declared.output(y, hidden, stage)
+                if last:
                     end(y, inputs)
                 elif self.stages.rank_of(stage + 1) == self.axis.rank:
                     outputs[stage, part] = y
                 else:
-                    y = y.contiguous()
                     work = dist.isend(y, group=self.axis.group, group_dst=self.stages.rank_of(stage + 1))
                     sends.append((work, y))
         for work, _ in sends:
             assert work is not None
             work.wait()
 
-    def _parts(self, rows: int) -> int:
+    def _parts(self, first: Any) -> int:
         """Microbatches of an evaluation batch: as many as in training if they come out even, else one."""
+        rows = len(first) if isinstance(first, Tensor) and first.ndim else 1
         return self.num_microbatches if rows % self.num_microbatches == 0 else 1
+
+    def _begin(self, kind: str, first: Tensor, batch: Mapping[str, Tensor], parts: int, sizes: bool = True) -> Tensor:
+        """Compare a batch with that of the other ranks; what travels between stages for a part of it."""
+        found = {name: value[: len(value) // parts] for name, value in batch.items() if _has_rows(value)}
+        hidden = self.model.pipeline_hidden(found)
+        self._declared.begin(kind, first, batch, hidden, sizes)
+        return torch.empty(hidden.shape, dtype=hidden.dtype, device="meta")
+
+    def _checked(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Sums:
+        """The sums of a microbatch, each one number on the device; zeros if they are not what they should be."""
+        training = torch.is_grad_enabled()
+        nothing = {"loss": (output * 0).sum() if training else torch.zeros((), device=self.device)}
+        if self._declared.failed:
+            return nothing  # what came here is not what this stage is made for
+        sums: Any = self.model.pipeline_loss(output, inputs)
+        problem = self._declared.sums(sums, training and output.requires_grad)
+        if problem:
+            self._declared.report(problem)
+            return nothing
+        return {name: owned(torch.as_tensor(value, device=self.device).view(())) for name, value in sums.items()}
 
     def _everywhere(self, kind: str) -> Sums:
         """Add the microbatches up, on every process; names are exchanged once for each kind of pass."""
@@ -202,22 +271,16 @@ class PipelineRunner:
             names = known
         return dict(zip(names, values, strict=True))
 
-    def _pipeline_schedule(self, first: Tensor, batch: Mapping[str, Tensor]) -> Any:
+    def _pipeline_schedule(self, first: Tensor, batch: Mapping[str, Tensor], hidden: Tensor) -> Any:
         """The schedule for batches of this shape; static shapes, so that torch does not try the stages out."""
         count = self.num_microbatches
-        if len(first) % count:
-            raise UserError(
-                f"a batch of {len(first)} rows cannot be cut into num_microbatches ({count}) equal parts; choose a "
-                "batch size that is a multiple of it, and drop_last=True"
-            )
-        key = (first.shape, first.dtype, tuple((name, value.shape) for name, value in batch.items()))
+        shapes = tuple((name, value.shape) for name, value in batch.items())
+        key = (first.shape, first.dtype, hidden.shape, hidden.dtype, shapes)
         if key not in self._pipeline_schedules:
-            part = {name: value[: len(value) // count] for name, value in batch.items()}
             start = torch.empty_like(first[: len(first) // count], device="meta")
-            hidden = self.model.pipeline_hidden(part)
             stages = [
                 PipelineStage(
-                    _Stage(module),
+                    _Stage(module, stage, hidden, self._declared, stage == self.stages.num_stages - 1),
                     stage,
                     self.stages.num_stages,
                     self.device,
@@ -234,6 +297,10 @@ class PipelineRunner:
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        sums = self.model.pipeline_loss(output, {name: value[part] for name, value in self._batch.items()})
+        sums = self._checked(output, {name: value[part] for name, value in self._batch.items()})
         self._sums.append(sums)
         return sums["loss"]
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0

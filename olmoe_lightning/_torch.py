@@ -81,7 +81,7 @@ def storage_info(path: str, offset: int, length: int) -> object:
 
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another one."""
-    return tensor._is_view()  # type: ignore[no-any-return,no-untyped-call]
+    return tensor._is_view()
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

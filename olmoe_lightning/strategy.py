@@ -64,6 +64,7 @@ from olmoe_lightning.training.checks import (
 )
 from olmoe_lightning.training.exact_values import ExactValues
 from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
+from olmoe_lightning.training.first_batch import FirstBatch, refuse_uninitialised
 from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.loader import Loader, read_directory
 from olmoe_lightning.training.owned import Owned
@@ -211,6 +212,7 @@ class MoEStrategy(ParallelStrategy):
         self._step = OptimizerStep(on_non_finite)
         self._saver = Saver(state_dict_type, async_save, on_save_error)
         self._loader = Loader()
+        self._first_batch: FirstBatch | None = None
         self._exact = ExactValues()
         self._patches = Patches()
         self._signals = Signals()
@@ -311,6 +313,8 @@ class MoEStrategy(ParallelStrategy):
     def _place_model(self) -> None:
         """Give each process its part, with equal values."""
         assert self.model is not None
+        if self._fitting or self._processes.is_distributed:
+            refuse_uninitialised(self._module)
         if self._fitting or (self.sharded is not None and self.sharded.ownership.module is not self._module):
             self._step.forget_run()
         if self._fitting and (layer_sync := layer_sync_of(self)) is not None:
@@ -363,6 +367,7 @@ class MoEStrategy(ParallelStrategy):
             noted=self._signals.noted,
         )
         self._step.begin_run(run)
+        self._first_batch = FirstBatch(module, trained, self.mesh.world)
 
     def _patch(self, trainer: Trainer) -> None:
         self._patches.undo()
@@ -502,6 +507,8 @@ class MoEStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._step.begin_forward()
         output = super().training_step(*args, **kwargs)
+        if self._first_batch is not None:
+            self._first_batch.compare(self._module, output)
         self._step.end_forward(output, type(self._module).__name__, staged=self.pipeline is not None)
         return output
 
@@ -612,6 +619,7 @@ class MoEStrategy(ParallelStrategy):
     def teardown(self) -> None:
         module, interrupted = self.lightning_module, self._processes.interrupted
         self._patches.undo()
+        self._first_batch = None
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
         narrow = weight_dtype(self.precision_plugin) is not None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.model import RoutingStats, Transformer
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.model.stage import Stage
@@ -47,12 +48,25 @@ def read_output(output: Any) -> Output | None:
 
     Args:
         output: of ``training_step``.
+
+    Raises:
+        UserError: the loss or the number of tokens is not one number.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         return None
     tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
-    return Output(loss, torch.as_tensor(1 if tokens is None else tokens, device=loss.device))
+    try:
+        count = torch.as_tensor(1 if tokens is None else tokens, device=loss.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(tokens).__name__
+        raise UserError(f"training_step returned num_tokens as a {kind}; it must be one number") from error
+    for name, value in (("loss", loss), ("num_tokens", count)):
+        if value.numel() != 1 or value.is_complex():
+            raise UserError(
+                f"training_step returned a {name} of {value.dtype} and shape {list(value.shape)}; it must be one number"
+            )
+    return Output(loss, count.reshape(()))
 
 
 class Objective:

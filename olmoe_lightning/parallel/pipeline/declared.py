@@ -73,18 +73,20 @@ class Declared:
         values = () if kind in self._kinds else tuple(_checksum(value) for value in inputs.values())
         self._kinds.add(kind)
         everyone = self.axis.all_gather_objects((describe(hidden), shapes, values))
-        for rank, (declared, its_shapes, its_values) in enumerate(everyone):
-            if declared != everyone[0][0]:
-                raise UserError(
-                    f"pipeline_hidden declares {everyone[0][0]} on pipeline rank 0 and {declared} on rank {rank}; it "
-                    "must say the same on all: what travels between any two stages"
-                )
+        declared, *batches = zip(*everyone, strict=True)
+        for rank, (its_shapes, its_values) in enumerate(zip(*batches, strict=True)):
             if (its_shapes, its_values) != everyone[0][1:]:
                 found = "other values" if its_shapes == everyone[0][1] else f"{_shown(its_shapes)}"
                 raise UserError(
                     f"pipeline rank {rank} has another batch than rank 0 ({found} instead of those of "
                     f"{_shown(everyone[0][1])}); all stages of a pipeline must get the same batches: let samplers "
                     "take trainer.distributed_sampler_kwargs, and draw random numbers from one seed"
+                )
+        for rank, its_hidden in enumerate(declared):
+            if its_hidden != declared[0]:
+                raise UserError(
+                    f"pipeline_hidden declares {declared[0]} on pipeline rank 0 and {its_hidden} on rank {rank}; it "
+                    "must say the same on all: what travels between any two stages"
                 )
 
     # ---------------------------------------------------------------------------------------------- what stages do

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import _assert_async as assert_async
 from torch._C import _will_engine_execute_node as will_execute_node
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "assert_async",
     "foreach_mul_",
+    "gradient_dtypes",
     "group_timeout",
     "is_view",
     "rebuild_tensor",
@@ -34,6 +36,11 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place by one number; torch refuses an empty list."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def gradient_dtypes(node: Node) -> list[torch.dtype]:
+    """Of the gradients that come into a node of a backward pass."""
+    return [metadata.dtype for metadata in node._input_metadata]
 
 
 def version(tensor: Tensor) -> int:

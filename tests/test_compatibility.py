@@ -36,8 +36,8 @@ TORCH_OPERATORS = {
     "assert_async": "aten::_assert_async.msg(Tensor self, str assert_msg) -> ()",
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
-TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "group_timeout", "is_view", "rendezvous", "storage_info",
-                   "symmetric_backend", "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
+TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "gradient_dtypes", "group_timeout", "is_view", "rendezvous",
+                   "storage_info", "symmetric_backend", "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
 def parameters(function):
@@ -147,6 +147,13 @@ def test_private_operators_do_what_they_are_called_for():
     _torch.assert_async(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="this is wrong"):
         _torch.assert_async(torch.tensor(False), "this is wrong")
+
+
+def test_a_node_tells_the_dtypes_of_its_gradients():
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    node = x.sum().float().grad_fn
+    assert _torch.gradient_dtypes(node) == [torch.float32]
+    assert _torch.gradient_dtypes(node.next_functions[0][0]) == [torch.bfloat16]
 
 
 def test_a_dispatch_mode_sees_the_operators_inside_of_it():

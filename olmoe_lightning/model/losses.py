@@ -105,6 +105,10 @@ class _AttachLoss(torch.autograd.Function):
         return grad_x, scale, None
 
 
+ATTACHED = "_AttachLossBackward"
+"""Name of the node that attaches a loss, in a backward pass."""
+
+
 def attach_loss(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
     """``x`` unchanged; when its gradient is taken, ``loss`` receives the gradient ``scale``.
 

@@ -115,6 +115,7 @@ class Bucket:
         self.written = [False] * len(parameters)  # in this optimizer step
         self.waiting = 0  # parameters whose gradient this backward pass still owes
         self.launched = False
+        self._factor: Tensor | None = None
         self._reduction = Pending()
         self._gather = Pending()
         self._gradients = Pending()
@@ -142,9 +143,14 @@ class Bucket:
         self.written = [had or after > before for had, after, before in known]
         self._hide()
 
-    def begin_backward(self) -> None:
-        """A backward pass starts: every parameter may bring a gradient."""
+    def begin_backward(self, factor: Tensor | None = None) -> None:
+        """A backward pass starts: every parameter may bring a gradient.
+
+        Args:
+            factor: what each is multiplied by, fp32 []; not where gradients are attached.
+        """
         self.waiting = len(self.parameters)
+        self._factor = factor
         self.launched = False
         if self.attaches:
             self._attach()
@@ -160,11 +166,13 @@ class Bucket:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise UserError(f"the gradient of {name} is sparse, which cannot be summed in buckets; set sparse=False")
-        view = self.grad_views[position]
+        view, gradient = self.grad_views[position], parameter.grad
+        if self._factor is not None:
+            gradient = gradient.float() * self._factor
         if self.written[position]:
-            view.add_(parameter.grad)
+            view.add_(gradient)
         else:
-            view.copy_(parameter.grad)
+            view.copy_(gradient)
             self.written[position] = True
         parameter.grad = None
         self.waiting -= 1
@@ -333,11 +341,38 @@ class Unbucketed:
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
         self.parameters = list(parameters)
         self.shards = [Shard(index, 0, parameter.numel(), parameter) for _, parameter, index in parameters]
+        self._factor: Tensor | None = None
+        self._before: list[Tensor | None] = []
 
     @property
     def written(self) -> list[bool]:
         """Which parameters have a gradient in this step."""
         return [parameter.grad is not None for _, parameter, _ in self.parameters]
+
+    def begin_backward(self, factor: Tensor | None = None) -> None:
+        """A backward pass starts.
+
+        Args:
+            factor: what its gradients are multiplied by, fp32 [].
+        """
+        self._factor = factor
+        if factor is not None:
+            self._before = [parameter.grad for _, parameter, _ in self.parameters]
+            for _, parameter, _ in self.parameters:
+                parameter.grad = None
+
+    def end_backward(self) -> None:
+        """It is over."""
+        if self._factor is None:
+            return
+        for (_, parameter, _), before in zip(self.parameters, self._before, strict=True):
+            if parameter.grad is None:
+                parameter.grad = before
+                continue
+            parameter.grad.mul_(self._factor)
+            if before is not None:
+                parameter.grad.add_(before)
+        self._factor, self._before = None, []
 
     def sum_of_squares(self) -> Tensor:
         """Of the gradients, fp64 []."""

@@ -198,16 +198,17 @@ class ShardedOptimizer:
             self.buckets[self._next].launch()
             self._next += 1
 
-    def begin_backward(self, sync: bool) -> None:
+    def begin_backward(self, sync: bool, factor: Tensor | None = None) -> None:
         """A backward pass starts.
 
         Args:
             sync: it is the last one of the optimizer step.
+            factor: what its gradients are multiplied by, fp32 [].
         """
         self._syncing = sync
         self._next = 0
-        for bucket in self.buckets:
-            bucket.begin_backward()
+        for group in self.groups:
+            group.begin_backward(factor)
 
     @property
     def own_tokens(self) -> Tensor:
@@ -223,9 +224,9 @@ class ShardedOptimizer:
         return len(self._losses)
 
     def end_backward(self) -> None:
-        """It is over, where something else than the autograd engine made the gradients."""
-        for bucket in self.buckets:
-            bucket.end_backward()
+        """It is over."""
+        for group in self.groups:
+            group.end_backward()
 
     def add_loss(self, loss: Tensor, num_tokens: Tensor) -> None:
         """Count a microbatch.

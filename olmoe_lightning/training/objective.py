@@ -21,6 +21,7 @@ from olmoe_lightning.model import RoutingStats, Transformer
 from olmoe_lightning.model.losses import IGNORE_INDEX
 from olmoe_lightning.model.stage import Stage
 from olmoe_lightning.parallel.pipeline.runner import PipelineRunner, Sums
+from olmoe_lightning.training.loss_graph import NARROW, passes_narrow
 from olmoe_lightning.training.metrics import LanguageModelMetrics
 
 
@@ -31,11 +32,20 @@ class Output(NamedTuple):
     """[], a mean."""
     num_tokens: Tensor
     """[], what it is a mean over; 1 of a module that does not say."""
+    counted: bool
+    """Whether the module says."""
 
-    @property
-    def loss_sum(self) -> Tensor:
-        """[], what is differentiated."""
-        return self.loss * self.num_tokens.to(self.loss.dtype)
+    def differentiated(self) -> tuple[Tensor, Tensor | None]:
+        """What is differentiated, [], and what the gradients of parameters are multiplied by then, fp32 [].
+
+        It is the sum over tokens and ``None``, unless the number of tokens would be rounded on its way back (257 are
+        256 in bf16, and more than 65504 are infinite in fp16): then it is the mean.
+        """
+        if not self.counted:
+            return self.loss, None
+        if passes_narrow(self.loss):
+            return self.loss, self.num_tokens.to(torch.float32)
+        return self.loss * self.num_tokens.to(self.loss.dtype), None
 
 
 def mean_output(sums: Sums) -> dict[str, Tensor]:
@@ -50,7 +60,7 @@ def read_output(output: Any) -> Output | None:
         output: of ``training_step``.
 
     Raises:
-        UserError: the loss or the number of tokens is not one number.
+        UserError: the loss or the number of tokens is not one number, or the latter may have been rounded already.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -66,7 +76,14 @@ def read_output(output: Any) -> Output | None:
             raise UserError(
                 f"training_step returned a {name} of {value.dtype} and shape {list(value.shape)}; it must be one number"
             )
-    return Output(loss, count.reshape(()))
+    if count.dtype in NARROW:
+        limit = 256 if count.dtype == torch.bfloat16 else 2048
+        raise UserError(
+            f"num_tokens is {count.dtype}, which rounds numbers above {limit}; count integers: "
+            "(labels != -100).sum(), or mask.bool().sum() of a floating-point mask, which a precision plugin may have "
+            "narrowed"
+        )
+    return Output(loss, count.reshape(()), tokens is not None)
 
 
 class Objective:

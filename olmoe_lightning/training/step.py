@@ -22,6 +22,7 @@ from olmoe_lightning.parallel.grad_norm import clip_coefficient, factors
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.training.gradient_hooks import GradientHooks
+from olmoe_lightning.training.loss_graph import attaches_losses
 from olmoe_lightning.training.objective import read_output
 
 
@@ -82,7 +83,8 @@ class OptimizerStep:
         self._last_batch = True  # of the step; else gradients stay here
         self._open = False  # it has begun
         self._gradients_made = False  # of this batch, by the schedule of a pipeline
-        self._loss: Tensor | None = None  # of this batch, a sum, to be differentiated
+        self._loss: Tensor | None = None  # of this batch, to be differentiated
+        self._factor: Tensor | None = None  # of its gradients, where the loss is no sum
         self._clipped = False
         self._asked: tuple[bool, ...] | None = None  # of any process, at the end of the last step
 
@@ -168,6 +170,7 @@ class OptimizerStep:
 
         Raises:
             RuntimeError: it is, but the batch did not pass through them.
+            UserError: the number of tokens would be rounded.
         """
         if self.run is None:
             return
@@ -182,7 +185,13 @@ class OptimizerStep:
                 f"{module}.training_step did not call self.trainer.strategy.pipeline_step, so that the stages made no "
                 "gradients"
             )
-        self._loss = found.loss_sum
+        self._loss, self._factor = found.differentiated()
+        if self._factor is not None and not self._gradients_made and attaches_losses(found.loss):
+            raise UserError(
+                f"the gradient of {module}'s loss passes through bfloat16 or float16, where the number of tokens "
+                "would be rounded, and its layers attach losses of their own, which are sums over tokens: compute the "
+                "loss in float32 (logits.float() before the loss function, not loss.float() behind it)"
+            )
         self.run.sharded.add_loss(found.loss, found.num_tokens)
 
     def begin_backward(self) -> bool:
@@ -192,7 +201,7 @@ class OptimizerStep:
         if self.run.hooks is not None:
             self.run.hooks.drop_kept()
         if not self._gradients_made:
-            self._begin_backward(self._last_batch)
+            self._begin_backward(self._last_batch, self._factor)
         return True
 
     def take_loss(self) -> Tensor | None:
@@ -208,6 +217,8 @@ class OptimizerStep:
         """
         assert self.run is not None
         self.run.waits.end_backward()
+        if not self._gradients_made:
+            self.run.sharded.end_backward()
         if self._last_batch:
             self._finish(self.run)
         if self.run.hooks is None:
@@ -216,13 +227,13 @@ class OptimizerStep:
             with self.run.hooks.after_backward(self._last_batch):
                 yield
 
-    def _begin_backward(self, sync: bool) -> None:
+    def _begin_backward(self, sync: bool, factor: Tensor | None = None) -> None:
         if self.run is None:
             return
         if not self._open:
             self.run.sharded.begin_step()
             self._open = True
-        self.run.sharded.begin_backward(sync)
+        self.run.sharded.begin_backward(sync, factor)
 
     # ---------------------------------------------------------------------------------------------- the decision
 

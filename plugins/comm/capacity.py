@@ -127,7 +127,7 @@ class DropCounters:
     moved_by_expert: Tensor = field(init=False)
     """int64 [E]: routes that another expert took, by the one that was chosen."""
     weight_removed_by_expert: Tensor = field(init=False)
-    """fp32 [E]: router weight of the dropped routes."""
+    """fp64 [E]: router weight of the dropped routes."""
     tokens: Tensor = field(init=False)
     """int64 []."""
     tokens_losing_any: Tensor = field(init=False)
@@ -150,7 +150,8 @@ class DropCounters:
         for name in ("dropped_by_expert", "moved_by_expert"):
             setattr(self, name, torch.zeros(self.num_experts, dtype=torch.int64, device=self.device))
         self.dropped_by_rank = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        self.weight_removed_by_expert = torch.zeros(self.num_experts, device=self.device)
+        # A sum over a whole run: fp32 would stop growing.
+        self.weight_removed_by_expert = torch.zeros(self.num_experts, dtype=torch.float64, device=self.device)
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the counters by name, where they are."""
@@ -176,7 +177,7 @@ class DropCounters:
         self.dropped_by_expert += dropped
         self.dropped_by_rank += dropped.view(self.size, -1).sum(1)
         self.moved_by_expert.scatter_add_(0, flat, (keep_TK & (wanted_TK != taken_TK)).reshape(-1).long())
-        removed = torch.where(lost, weights_TK.detach().float(), 0.0)
+        removed = torch.where(lost, weights_TK.detach().double(), 0.0)
         self.weight_removed_by_expert.scatter_add_(0, flat, removed.reshape(-1))
 
     @staticmethod

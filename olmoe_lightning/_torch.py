@@ -18,12 +18,14 @@ __all__ = [
     "SymmetricHandle",
     "TorchDispatchMode",
     "assert_async",
+    "default_store",
     "foreach_mul_",
     "gradient_dtypes",
     "group_timeout",
     "is_view",
     "rebuild_tensor",
     "rendezvous",
+    "set_group_timeout",
     "storage_info",
     "symmetric_backend",
     "symmetric_memory",
@@ -98,3 +100,14 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         AttributeError, RuntimeError: the group has none.
     """
     return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long collectives of a group wait for the others from now on; backends that cannot change it keep theirs."""
+    if any(backend in dist.get_backend(group) for backend in ("gloo", "nccl")):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def default_store() -> dist.Store:
+    """The store by which the processes of the default group have found each other."""
+    return cast(dist.Store, dist.distributed_c10d._get_default_store())

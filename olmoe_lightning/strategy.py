@@ -115,7 +115,7 @@ class MoEStrategy(ParallelStrategy):
             optimizer may then change weights in place; call ``strategy.finish_copy()`` before something does.
         on_save_error: ``raise`` if a checkpoint cannot be written, or ``warn`` and train on.
         process_group_backend: ``gloo``, ``nccl``; by default what fits the device.
-        timeout: of the collectives.
+        timeout: how long a process waits for another, to meet it and in everything that they do together.
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer.
@@ -276,6 +276,7 @@ class MoEStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._processes.join(self.cluster_environment, self.world_size, self.root_device)
+        self._processes.open()
         self._saver.open(self.mesh, self.root_device, self.timeout)
 
     def place_experts(self, module: nn.Module) -> int:
@@ -613,11 +614,12 @@ class MoEStrategy(ParallelStrategy):
         if self._signals.stopped and isinstance(exception, SIGTERMException):
             return
         children = self.launcher.procs if isinstance(self.launcher, Launcher) else []
-        self._processes.end_children(exception, children)
+        self._processes.end_others(exception, children)
 
     @override
     def teardown(self) -> None:
         module, interrupted = self.lightning_module, self._processes.interrupted
+        self._processes.close()
         self._patches.undo()
         self._first_batch = None
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):

@@ -36,8 +36,9 @@ TORCH_OPERATORS = {
     "assert_async": "aten::_assert_async.msg(Tensor self, str assert_msg) -> ()",
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
-TORCH_FUNCTIONS = {"SymmetricHandle", "TorchDispatchMode", "gradient_dtypes", "group_timeout", "is_view", "rendezvous",
-                   "storage_info", "symmetric_backend", "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
+TORCH_FUNCTIONS = {"Store", "SymmetricHandle", "TorchDispatchMode", "default_store", "gradient_dtypes", "group_timeout",
+                   "is_view", "rendezvous", "set_group_timeout", "storage_info", "symmetric_backend",
+                   "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
 def parameters(function):
@@ -208,6 +209,10 @@ def test_a_group_tells_its_timeout():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=17))
     try:
         assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
+        _torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=23))
+        assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=23)
+        _torch.default_store().set("key", "value")
+        assert _torch.default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from olmoe_lightning._torch import set_group_timeout
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.layout import distinct
 
@@ -134,18 +136,25 @@ class Mesh:
         return cls(MeshShape(1, 1, 1), 0, *axes)
 
     @classmethod
-    def create(cls, shape: MeshShape) -> Mesh:
+    def create(cls, shape: MeshShape, timeout: timedelta | None = None) -> Mesh:
         """Make the process groups; collective over all processes of the default group.
 
         A process that trains several times gets the same groups again: each keeps threads and sockets of its own, and
-        none can be given back while another rank may still use it.
+        none can be given back while another rank may still use it. Another timeout makes others: torch cannot change
+        that of messages between two processes.
+
+        Args:
+            shape: of the mesh.
+            timeout: of what the groups do, the default group too; by default what torch takes.
 
         Raises:
             UserError: the shape has another number of processes than the default group.
         """
         if shape.world != dist.get_world_size():
             raise UserError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
-        made = _MADE.get(shape)
+        if timeout is not None:
+            set_group_timeout(dist.group.WORLD, timeout)
+        made = _MADE.get((shape, timeout))
         if made is not None and made[0] is dist.group.WORLD:
             return made[1]
         rank = dist.get_rank()
@@ -158,7 +167,7 @@ class Mesh:
                 if len(ranks) > 1:
                     # Also where two axes are the same processes: gradients and tokens travel at the same time, and
                     # each kind must find only its own messages, whatever the other is doing on another rank.
-                    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks))
+                    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout)
                 if rank in ranks:
                     own = Axis(name, tuple(ranks), ranks.index(rank), group)
             assert own is not None
@@ -179,7 +188,7 @@ class Mesh:
             axis("expert_replica", lines(lambda p, r, e: (p, e))),
             axis("expert", lines(lambda p, r, e: (p, r))),
         )
-        _MADE[shape] = (dist.group.WORLD, mesh)
+        _MADE[shape, timeout] = (dist.group.WORLD, mesh)
         return mesh
 
     def __str__(self) -> str:
@@ -192,5 +201,5 @@ class Mesh:
         )
 
 
-_MADE: dict[MeshShape, tuple[ProcessGroup | None, Mesh]] = {}
-"""Meshes of this process by shape, with the default group that they were made in."""
+_MADE: dict[tuple[MeshShape, timedelta | None], tuple[ProcessGroup | None, Mesh]] = {}
+"""Meshes of this process by shape and timeout, with the default group that they were made in."""

@@ -17,9 +17,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from olmoe_lightning._lightning import ScriptLauncher, default_backend, distributed_is_initialized, init_process_group
+from olmoe_lightning._torch import default_store
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel import Mesh, MeshShape
 from olmoe_lightning.parallel.at_exit import settle_at_exit
+from olmoe_lightning.training.alarm import Alarm, end_processes
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Processes:
         self._is_interrupted = is_interrupted
         self._mesh: Mesh | None = None
         self._device = torch.device("cpu")
+        self._alarm: Alarm | None = None  # while there is a run of several processes
 
     def shape(self, world_size: int) -> MeshShape:
         """The mesh of so many processes.
@@ -105,10 +108,23 @@ class Processes:
         shape = self.shape(world_size)
         if shape.world == 1:
             self._mesh = Mesh.single()
-        elif self._mesh is None or self._mesh.shape != shape or self._mesh.world.size == 1:
-            self._connect(environment, world_size)
-            self._mesh = Mesh.create(shape)
+        else:
+            self._connect(environment, world_size)  # nothing to do if they have joined before
+            default_store().set_timeout(self.timeout)
+            self._mesh = Mesh.create(shape, self.timeout)
         log.debug(f"{self.mesh} on {device}")
+
+    def open(self) -> None:
+        """A run begins; from now on the end of one process is that of all; collective."""
+        self.close()
+        if self.is_distributed:
+            self._alarm = Alarm(self.mesh)
+
+    def close(self) -> None:
+        """The run of this process is over."""
+        if self._alarm is not None:
+            self._alarm.close()
+            self._alarm = None
 
     def _connect(self, environment: ClusterEnvironment, world_size: int) -> None:
         device = self._device
@@ -176,17 +192,24 @@ class Processes:
 
     # ---------------------------------------------------------------------------------------------- the end
 
-    def end_children(self, exception: BaseException, children: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Name the process that failed, and do not leave the processes that it started waiting for it."""
+    def end_others(self, exception: BaseException, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Name the process that failed, and leave none of the others waiting for it.
+
+        Args:
+            exception: of this process.
+            children: processes that it started.
+        """
         if not self.is_distributed:
             return
-        log.error(f"{self._mesh} failed: {type(exception).__name__}: {exception}")
+        message = f"{self._mesh} failed: {type(exception).__name__}: {exception}"
+        log.error(message)
+        if self._alarm is not None:
+            self._alarm.sound(message)
         deadline = time.monotonic() + _GRACE_SECONDS
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for child in children:
-            if child.poll() is None:
-                child.terminate()
+        left = {child.pid: child for child in children if child.poll() is None}
+        end_processes(list(left), lambda pid: left[pid].poll() is not None)
 
 
 def connection_advice(error: str, where: str) -> str:

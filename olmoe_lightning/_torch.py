@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Store",
     "SymmetricHandle",
     "TorchDispatchMode",
     "assert_async",
@@ -48,6 +49,22 @@ def gradient_dtypes(node: Node) -> list[torch.dtype]:
 def version(tensor: Tensor) -> int:
     """Grows with each write to the tensor, or to another of the same storage that does not come from ``.data``."""
     return tensor._version
+
+
+class Store(Protocol):
+    """What processes know of each other before they have a process group, and beside it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Make a value known to all."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether there are values of all these keys."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long this process waits for values from now on."""
 
 
 class SymmetricHandle(Protocol):
@@ -108,6 +125,6 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store by which the processes of the default group have found each other."""
-    return cast(dist.Store, dist.distributed_c10d._get_default_store())
+    return cast(Store, dist.distributed_c10d._get_default_store())

@@ -152,7 +152,7 @@ class Mesh:
         """
         if shape.world != dist.get_world_size():
             raise UserError(f"the mesh {shape} has {shape.world} processes, but {dist.get_world_size()} are running")
-        if timeout is not None:
+        if timeout is not None and dist.group.WORLD is not None:
             set_group_timeout(dist.group.WORLD, timeout)
         made = _MADE.get((shape, timeout))
         if made is not None and made[0] is dist.group.WORLD:

@@ -145,8 +145,9 @@ class Alarm:
 
 def show_stacks() -> None:
     """Print the stacks of all threads of this process."""
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):
-        faulthandler.dump_traceback(sys.__stderr__)
+    if sys.__stderr__ is not None:
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # a terminal that is no file
+            faulthandler.dump_traceback(sys.__stderr__)
 
 
 def state_of(pid: int) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
@@ -35,8 +36,10 @@ __all__ = [
     "distributed_is_initialized",
     "init_process_group",
     "layer_sync_of",
+    "loader_states",
     "optimizers_to_device",
     "reset_seed",
+    "set_loader_states",
     "set_received_sigterm",
     "signal_connector_of",
     "step_ends",
@@ -60,6 +63,22 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """What turns a module's batch norms into synchronised ones, if the trainer was asked for it."""
     return strategy._layer_sync
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """States of the training data loaders in a checkpoint's dictionary; empty if they have none."""
+    found: list[Any] = _fit_loop_state(checkpoint).get("combined_loader", [])
+    return found
+
+
+def set_loader_states(checkpoint: Mapping[str, Any], states: list[Any]) -> None:
+    """Put others in their place."""
+    _fit_loop_state(checkpoint)["combined_loader"] = states
+
+
+def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
 
 
 def batches_processed(trainer: Trainer) -> int:

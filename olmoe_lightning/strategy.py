@@ -63,7 +63,7 @@ from olmoe_lightning.training.checks import (
     sets_weights,
 )
 from olmoe_lightning.training.exact_values import ExactValues
-from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_parameters
+from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_tensors
 from olmoe_lightning.training.first_batch import FirstBatch, refuse_uninitialised
 from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.loader import Loader, read_directory
@@ -338,7 +338,7 @@ class MoEStrategy(ParallelStrategy):
             return
         optimizer, module = self.optimizers[0], self._module
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        ownership = Ownership(module, self.mesh, expert_parameters(module), trained)
+        ownership = Ownership(module, self.mesh, expert_tensors(module), trained)
         refuse_dtypes(optimizer, ownership)
         ownership.refuse_two_owners()
         views = ownership.views_of_trained()
@@ -400,8 +400,12 @@ class MoEStrategy(ParallelStrategy):
         self.finish_saves()
         path = Path(checkpoint_path)
         if path.is_dir():
-            return read_directory(path, weights_only, self._fitting)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = read_directory(path, weights_only, self._fitting)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._fitting:
+            self._loader.choose_own(checkpoint, self.mesh)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -682,7 +686,7 @@ class MoEStrategy(ParallelStrategy):
     def ownership(self) -> Ownership:
         """Which processes hold each tensor of the module, and under which name it is saved, as of now."""
         trained = [parameter for _, parameter, _ in self.sharded.parameters] if self.sharded is not None else []
-        return Ownership(self._module, self.mesh, expert_parameters(self._module), trained)
+        return Ownership(self._module, self.mesh, expert_tensors(self._module), trained)
 
     def training_state(self) -> TrainingState:
         """Weights, masters and optimizer state of this process as ranges of global tensors, as of now."""

@@ -24,7 +24,8 @@ LIGHTNING = {
     "reset_seed": [],
 }
 """Names and the parameters by which they are called."""
-LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "layer_sync_of", "set_received_sigterm",
+LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "layer_sync_of", "loader_states",
+                       "set_loader_states", "set_received_sigterm",
                        "signal_connector_of", "step_ends", "trainer_of", "validation_batches"}  # fmt: skip
 LIGHTNING_METHODS = {"REQUEUE_HANDLER", "SIGTERM_BROADCAST", "SIGTERM_HANDLER"}
 """Functions of ours around private attributes; a test of each is below."""
@@ -53,6 +54,30 @@ def test_private_names_have_the_signatures_they_are_called_with(module, expected
 def test_every_name_is_tested():
     assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS | LIGHTNING_METHODS
     assert set(_torch.__all__) == TORCH.keys() | TORCH_OPERATORS.keys() | TORCH_FUNCTIONS
+
+
+class CountingLoader(torch.utils.data.DataLoader):
+    def state_dict(self):
+        return {"read": 3}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+def test_the_states_of_data_loaders_are_where_lightning_looks_for_them(tmp_path):
+    loader = CountingLoader(torch.utils.data.TensorDataset(torch.zeros(4, 32)))
+    module = BoringModel()
+    module.training_step = lambda batch, batch_idx: module.layer(batch[0]).sum()
+    trainer = quiet_trainer(max_steps=2, limit_val_batches=0)
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert _lightning.loader_states(checkpoint) == [{"read": 3}]
+    assert _lightning.loader_states({}) == []
+    _lightning.set_loader_states(checkpoint, [{"read": 5}])
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    quiet_trainer(max_steps=3, limit_val_batches=0).fit(module, loader, ckpt_path=tmp_path / "other.ckpt")
+    assert loader.loaded == {"read": 5}
 
 
 def test_a_view_is_known_from_a_tensor_of_its_own():

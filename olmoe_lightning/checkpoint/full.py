@@ -29,10 +29,9 @@ def gather_experts(local: Tensor, axis: Axis) -> Tensor | None:
     """
     if axis.size == 1:
         return local
-    parts = (
-        [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in axis.ranks] if axis.rank == 0 else None
-    )
-    dist.gather(local.contiguous(), parts, dst=axis.ranks[0], group=axis.group)
+    local = local.contiguous() if local.ndim else local.view(1)  # a number of each rank: a row of them
+    parts = [torch.empty_like(local) for _ in axis.ranks] if axis.rank == 0 else None
+    dist.gather(local, parts, dst=axis.ranks[0], group=axis.group)
     return None if parts is None else torch.cat(parts)
 
 
@@ -102,11 +101,11 @@ def full_state_dict(ownership: Ownership, sharded: ShardedOptimizer | None) -> d
     state = module.state_dict()
     narrow = sharded is not None and any(parameter.dtype != torch.float32 for _, parameter, _ in sharded.parameters)
     aliases: dict[str, str] = {}  # tied weights have two names
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if narrow and ownership.is_trained(parameter):
-            aliases[name] = ownership.parameters[parameter]
-        elif ownership.is_expert(parameter):
-            whole = gather_experts(parameter.detach(), mesh.expert)
+    for name, tensor in _named_tensors(module):
+        if narrow and isinstance(tensor, nn.Parameter) and ownership.is_trained(tensor):
+            aliases[name] = ownership.parameters[tensor]
+        elif name in state and ownership.is_expert(tensor):
+            whole = gather_experts(tensor.detach(), mesh.expert)
             if whole is not None and mesh.data.rank == 0:
                 state[name] = whole
     if mesh.pipeline.size > 1:
@@ -125,15 +124,26 @@ def local_state_dict(ownership: Ownership, state: Mapping[str, Any]) -> dict[str
         UserError: it has another number of experts than the module.
     """
     module, mesh = ownership.module, ownership.mesh
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    tensors = dict(_named_tensors(module))
     here = module.state_dict().keys()
     return {
-        name: local_experts(value, mesh.expert, parameters[name].shape[0])
-        if name in parameters and ownership.is_expert(parameters[name])
+        name: _local(value, tensors[name], mesh.expert)
+        if name in tensors and ownership.is_expert(tensors[name])
         else value
         for name, value in state.items()
         if mesh.pipeline.size == 1 or name in here  # the others belong to other stages
     }
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _local(full: Tensor, own: Tensor, axis: Axis) -> Tensor:
+    if axis.size == 1:
+        return full
+    return local_experts(full, axis, own.shape[0] if own.ndim else 1).view(own.shape)
 
 
 def full_masters(sharded: ShardedOptimizer) -> dict[str, Tensor]:

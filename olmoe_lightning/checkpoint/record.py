@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from olmoe_lightning.checkpoint.per_rank import OwnState, OwnStates
+
+_OWN = ("random", "loaders", "own_other", "of_experts")
 FORMAT = 1
 """Of checkpoints; it goes up when a reader of the old one would misunderstand the new one."""
 
@@ -18,10 +21,8 @@ class RankRecord:
     """Global shape of each of its tensors, by name."""
     aliases: dict[str, str]
     """Second names of tied tensors."""
-    other: dict[str, Any]
-    """What the module puts into its ``state_dict`` besides parameters and buffers."""
-    random: dict[str, Any]
-    """States of its random number generators."""
+    own: OwnState
+    """What it has for itself."""
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the optimizer's state what is no range of numbers (steps), by parameter and key."""
     param_groups: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -38,14 +39,17 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The entry :data:`~olmoe_lightning.checkpoint.meta.KEY` of a checkpoint; a joined file has the first four."""
+    """The entry :data:`~olmoe_lightning.checkpoint.meta.KEY` of a checkpoint; a joined file has the first seven."""
 
     format: int
     topology: dict[str, int]
     """Sizes of the mesh by axis."""
     skipped_steps: int
     random: Sequence[dict[str, Any]] = ()
-    """Of each process, by rank."""
+    """This and the next three are those of :class:`~olmoe_lightning.checkpoint.per_rank.OwnStates`."""
+    loaders: Sequence[list[Any]] = ()
+    own_other: Sequence[Mapping[str, Any]] = ()
+    of_experts: Sequence[str] = ()
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     other: Mapping[str, Any] = field(default_factory=dict)
@@ -63,17 +67,24 @@ class RunRecord:
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in entry.items() if name in known})
 
-    def joined_entry(self) -> dict[str, Any]:
-        """The entry of a joined file."""
-        names = ("format", "topology", "skipped_steps", "random")
-        return {name: getattr(self, name) for name in names}
+    @property
+    def own_states(self) -> OwnStates:
+        """What each process has for itself."""
+        return OwnStates(self.random, self.loaders, self.other, self.own_other, self.of_experts)
+
+    def joined_entry(self, ranks: Sequence[OwnState]) -> dict[str, Any]:
+        """The entry of a joined file, from the states of all processes in the order of their ranks."""
+        return self._run() | {name: getattr(OwnStates.of(ranks), name) for name in _OWN}
+
+    def _run(self) -> dict[str, Any]:
+        return {"format": self.format, "topology": self.topology, "skipped_steps": self.skipped_steps}
 
     def entry(self, ranks: Sequence[RankRecord], tensors: Sequence[str]) -> dict[str, Any]:
         """The entry of a directory, from the records of all processes in the order of their ranks.
 
         What several processes name is the first one's.
         """
-        joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "other", "scalars", "group_of")}
+        joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "scalars", "group_of")}
         groups: dict[str, dict[str, Any]] = {}
         for rank in ranks:
             for name, merged in joined.items():
@@ -81,12 +92,11 @@ class RunRecord:
                     merged.setdefault(key, value)
             for name, options in rank.param_groups.items():
                 groups.setdefault(name, options)
+        states = OwnStates.of([rank.own for rank in ranks])
         return {
-            "format": self.format,
-            "topology": self.topology,
-            "skipped_steps": self.skipped_steps,
+            **self._run(),
             **joined,
-            "random": [rank.random for rank in ranks],
+            **{name: getattr(states, name) for name in ("other", *_OWN)},
             "param_groups": list(groups.values()),
             "tensors": list(tensors),
         }

@@ -32,7 +32,8 @@ class Ownership:
     Args:
         module: with the layers and experts of this process.
         mesh: the processes.
-        experts: the parameters of which each rank of the ``expert`` axis holds its own part, along the first dimension.
+        experts: the parameters and buffers of which each rank of the ``expert`` axis holds its own part, along the
+            first dimension.
         trained: the parameters that the optimizer changes.
     """
 
@@ -40,7 +41,7 @@ class Ownership:
         self,
         module: nn.Module,
         mesh: Mesh,
-        experts: Collection[nn.Parameter],
+        experts: Collection[Tensor],
         trained: Iterable[nn.Parameter] = (),
     ) -> None:
         self.module = module
@@ -67,8 +68,9 @@ class Ownership:
     def shape(self, tensor: Tensor) -> list[int]:
         """Of the global tensor."""
         shape = list(tensor.shape)
-        if self.is_expert(tensor):
-            shape[0] *= self.mesh.expert.size
+        if self.is_expert(tensor) and self.mesh.expert.size > 1:
+            # A number of each rank is a row of them; other ranks than these cannot share it out.
+            return [self.mesh.expert.size * (shape[0] if shape else 1), *shape[1:]]
         return shape
 
     def size(self, tensor: Tensor) -> int:
@@ -127,6 +129,11 @@ class Ownership:
         """Global shape of each tensor of this process, by name."""
         return {name: self.shape(value) for name, value in self.tensors.items()}
 
+    def of_experts(self, name: str) -> bool:
+        """Whether a name of the ``state_dict`` is of a module that itself holds weights of experts."""
+        part = dict(self.module.named_modules()).get(name.rpartition(".")[0])
+        return part is not None and any(self.is_expert(weight) for weight in part.parameters(recurse=False))
+
     def name(self, tensor: Tensor) -> str:
         """The name by which a tensor is saved."""
         return self._saved.names[id(tensor)]
@@ -140,10 +147,10 @@ class Ownership:
         self.equalise_buffers()
 
     def equalise_buffers(self) -> None:
-        """Buffers (running statistics) get the values of the first data rank, as under DDP; collective."""
+        """Buffers (running statistics) get the values of the first of their replicas, as under DDP; collective."""
         for buffer in self.module.buffers():
             if buffer.numel() and not buffer.is_meta:
-                self.mesh.data.broadcast(buffer.data)
+                self.replicas(buffer).broadcast(buffer.data)
 
     def views_of_trained(self) -> Views:
         """What looks at the memory of trained parameters, which several processes move into buckets.
@@ -196,7 +203,7 @@ class Ownership:
 
     def _kind(self, tensor: Tensor) -> str:
         if not isinstance(tensor, nn.Parameter):
-            return "buffer"
+            return "expert buffer" if self.is_expert(tensor) else "buffer"
         if not self.is_trained(tensor):
             return "frozen"
         return "expert" if self.is_expert(tensor) else "dense"
@@ -231,9 +238,18 @@ _RULES = (
         "when evaluation or a save starts",
         "state_dict.NAME",
     ),
+    (
+        "expert buffer",
+        "expert_replica",
+        "forward; the first rank counts",
+        "when evaluation or a save starts",
+        "state_dict.NAME",
+    ),
     ("gradient", "as its parameter", "backward, summed over replicas", "at the end of the step", "-"),
     ("moments", "one rank each share", "optimizer", "never", "optimizer.NAME.KEY"),
     ("random state", "one rank each", "whatever draws numbers", "never", "moe_checkpoint random[RANK]"),
+    ("loader state", "one data rank each", "the data loader", "never", "moe_checkpoint loaders[RANK]"),
+    ("extra state", "one rank each", "its module", "never", "moe_checkpoint own_other[RANK]"),
 )
 
 

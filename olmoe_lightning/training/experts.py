@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,6 +30,22 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
         weight for part in module.modules() if isinstance(part, Experts) for weight in (part.w_gate_up, part.w_down)
     ]
     return ours + [parameter for parameter in module.parameters() if getattr(parameter, "is_expert", False)]
+
+
+def expert_tensors(module: nn.Module) -> list[Tensor]:
+    """The same, and the buffers that go with them.
+
+    Those are the buffers of a module that itself has such a parameter. A layer whose experts' weights are in its parts
+    names its own ones in ``expert_buffers``.
+    """
+    parameters = expert_parameters(module)
+    known = set(parameters)
+    found: list[Tensor] = list(parameters)
+    for part in module.modules():
+        named: Collection[str] = getattr(part, "expert_buffers", ())
+        own = any(parameter in known for parameter in part.parameters(recurse=False))
+        found += [buffer for name, buffer in part.named_buffers(recurse=False) if own or name in named]
+    return found
 
 
 class PlacedExperts:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from olmoe_lightning._lightning import set_loader_states
 from olmoe_lightning.checkpoint import directory as directories
 from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
 from olmoe_lightning.checkpoint.full import (
@@ -63,6 +64,17 @@ class Loader:
         self._optimizer: _OptimizerState | None = None
         self._random: dict[str, Any] | None = None  # of a run that goes on in the middle of an epoch
 
+    def choose_own(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> None:
+        """Put the states of this process' data loaders into Lightning's dictionary, which has those of rank 0.
+
+        Raises:
+            UserError: there are other data ranks, whose loaders they say nothing of.
+        """
+        record = _record(checkpoint)
+        states = record.own_states.loaders_of(mesh, record.topology) if record is not None else None
+        if states is not None:
+            set_loader_states(checkpoint, states)
+
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool, state: TrainingState, resuming: bool) -> None:
         """Fill weights and masters, and read the optimizer's state if a run goes on; collective.
 
@@ -81,6 +93,11 @@ class Loader:
             self._load_directory(record, strict, state, resuming)
             return
         local = local_state_dict(state.ownership, checkpoint["state_dict"])
+        if record is not None:
+            joined = replace(
+                record.own_states, other={name: local[name] for name in state.ownership.other if name in local}
+            )
+            local |= joined.other_of(state.ownership.mesh, record.topology)
         state.ownership.module.load_state_dict(local, strict=strict)
         if state.sharded is not None:
             load_masters(state.sharded, local)
@@ -110,8 +127,9 @@ class Loader:
             self._optimizer = _OptimizerState(entries, options)
         directories.load(directory, ranges, world.group)
         finish()
-        if record.other:
-            state.ownership.module.load_state_dict(record.other, strict=False)
+        other = record.own_states.other_of(state.ownership.mesh, record.topology)
+        if other:
+            state.ownership.module.load_state_dict(other, strict=False)
 
     def load_optimizer(self, checkpoint: Mapping[str, Any], sharded: ShardedOptimizer) -> None:
         """Give the optimizer its state: what was read with the weights, or the part of a joined file."""
@@ -132,8 +150,7 @@ class Loader:
         record = _record(checkpoint)
         if record is None:
             return None
-        same = len(record.random) == mesh.world.size and asdict(mesh.shape) == record.topology
-        self._random = record.random[mesh.rank] if same else None
+        self._random = record.own_states.random_of(mesh, record.topology)
         restore_random_state(self._random, record.random[0], mesh.rank, device)
         return record.skipped_steps
 

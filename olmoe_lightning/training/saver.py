@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from olmoe_lightning._lightning import loader_states
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
 from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
 from olmoe_lightning.checkpoint.meta import KEY
+from olmoe_lightning.checkpoint.per_rank import OwnState
 from olmoe_lightning.checkpoint.publish import clean, remove
 from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
+from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.training.snapshot import MANIFEST, SavedRun, SaveError, Snapshot, share, write_snapshot
 
 log = logging.getLogger(__name__)
@@ -172,10 +175,11 @@ class Saver:
             write: gets the whole dictionary and the path.
         """
         self._last_failed = True
-        random = self._mesh.world.gather_objects(capture_random_state(self._device))
-        record = RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps, random)
+        states = self._mesh.world.gather_objects(self._own_state(checkpoint, run.state.ownership))
+        record = RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps)
         try:
-            action = partial(write, checkpoint | {KEY: record.joined_entry()}, path)
+            entry = record.joined_entry(states) if self._mesh.rank == 0 else {}
+            action = partial(write, checkpoint | {KEY: entry}, path)
             share(path, action, self._mesh.world)
             self._last_failed = False
         except SaveError as error:
@@ -213,7 +217,7 @@ class Saver:
     def _snapshot(self, checkpoint: dict[str, Any], run: SavedRun) -> Snapshot:
         state, sharded, ownership = run.state, run.state.sharded, run.state.ownership
         ranges = state.model_to_write()
-        own = RankRecord(ownership.shapes, ownership.aliases, ownership.other, capture_random_state(self._device))
+        own = RankRecord(ownership.shapes, ownership.aliases, self._own_state(checkpoint, ownership))
         if "optimizer_states" in checkpoint and sharded is not None:
             more, own.scalars, own.problems = state.optimizer_to_write()
             ranges += more
@@ -230,6 +234,11 @@ class Saver:
             self._manifest or {},
         )
 
+    def _own_state(self, checkpoint: Mapping[str, Any], ownership: Ownership) -> OwnState:
+        loaders = loader_states(checkpoint)
+        random = capture_random_state(self._device)
+        return OwnState(random, loaders, ownership.other, [n for n in ownership.other if ownership.of_experts(n)])
+
     def _make_manifest(self, run: SavedRun) -> dict[str, Any]:
         try:
             return run.manifest()
@@ -245,7 +254,7 @@ class Saver:
         queue.reserve()
         try:
             own = snapshot.own
-            own.param_groups, own.other = copy.deepcopy((own.param_groups, own.other))
+            own.param_groups, own.own = copy.deepcopy((own.param_groups, own.own))
             if self._mesh.rank == 0:  # only rank 0 writes it
                 snapshot.checkpoint, snapshot.manifest = copy.deepcopy((snapshot.checkpoint, snapshot.manifest))
             else:

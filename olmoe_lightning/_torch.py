@@ -13,6 +13,7 @@ from torch._C import _will_engine_execute_node as will_execute_node
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Store",
@@ -23,6 +24,7 @@ __all__ = [
     "foreach_mul_",
     "gradient_dtypes",
     "group_timeout",
+    "is_last_hook",
     "is_view",
     "rebuild_tensor",
     "rendezvous",
@@ -44,6 +46,12 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor | float) -> None:
 def gradient_dtypes(node: Node) -> list[torch.dtype]:
     """Of the gradients that come into a node of a backward pass."""
     return [metadata.dtype for metadata in node._input_metadata]
+
+
+def is_last_hook(parameter: Tensor, hook: RemovableHandle) -> bool:
+    """Whether a post-accumulate-grad hook of a parameter is called behind all others."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return next(reversed(hooks), None) == hook.id
 
 
 def version(tensor: Tensor) -> int:

@@ -362,7 +362,7 @@ class MoEStrategy(ParallelStrategy):
             gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
             max_norm=partial(fused_max_norm, trainer, module),
             hooks=hooks,
-            adopts_weights=sets_weights(trainer, module),
+            third_parties=sets_weights(trainer, module),
             before_update=self.finish_copy,
             global_step=lambda: trainer.global_step,
             noted=self._signals.noted,

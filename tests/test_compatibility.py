@@ -38,7 +38,7 @@ TORCH_OPERATORS = {
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
 TORCH_FUNCTIONS = {"Store", "SymmetricHandle", "TorchDispatchMode", "default_store", "gradient_dtypes", "group_timeout",
-                   "is_view", "rendezvous", "set_group_timeout", "storage_info", "symmetric_backend",
+                   "is_last_hook", "is_view", "rendezvous", "set_group_timeout", "storage_info", "symmetric_backend",
                    "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
 
 
@@ -180,6 +180,15 @@ def test_a_node_tells_the_dtypes_of_its_gradients():
     node = x.sum().float().grad_fn
     assert _torch.gradient_dtypes(node) == [torch.float32]
     assert _torch.gradient_dtypes(node.next_functions[0][0]) == [torch.bfloat16]
+
+
+def test_a_parameter_tells_which_hook_is_called_last():
+    parameter = nn.Parameter(torch.ones(1))
+    first = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert _torch.is_last_hook(parameter, first)
+    second = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert not _torch.is_last_hook(parameter, first)
+    assert _torch.is_last_hook(parameter, second)
 
 
 def test_a_dispatch_mode_sees_the_operators_inside_of_it():

@@ -163,7 +163,9 @@ class Bucket:
                 f"the gradient of {name} arrived twice in one backward pass, after it had been sent to the other "
                 "processes (reentrant checkpointing does this); set MoEStrategy(overlap_grad_reduce=False)"
             )
-        assert parameter.grad is not None
+        self.waiting -= 1
+        if parameter.grad is None:  # a hook of the user took it
+            return
         if parameter.grad.is_sparse:
             raise UserError(f"the gradient of {name} is sparse, which cannot be summed in buckets; set sparse=False")
         view, gradient = self.grad_views[position], parameter.grad
@@ -175,7 +177,6 @@ class Bucket:
             view.copy_(gradient)
             self.written[position] = True
         parameter.grad = None
-        self.waiting -= 1
 
     def launch(self) -> None:
         """Start summing the gradients over the axis."""

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from olmoe_lightning._torch import is_last_hook
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import (
     BUCKET_ELEMENTS,
@@ -134,14 +136,14 @@ class ShardedOptimizer:
         )
         self.groups = groups
         self.buckets = [group for group in groups if isinstance(group, Bucket)]
-        self._hooks: list[Any] = []
+        self._hooks: list[tuple[nn.Parameter, Callable[[nn.Parameter], None], RemovableHandle]] = []
         for bucket in self.buckets:
             if attach_grads:
                 bucket.attaches = True
                 continue
             for position, (_, parameter, _) in enumerate(bucket.parameters):
                 hook = self._make_hook(bucket, position)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append((parameter, hook, parameter.register_post_accumulate_grad_hook(hook)))
         self.parameters_of_groups: list[list[nn.Parameter]] = []
         """As the user gave them to the optimizer."""
         self.used: Sequence[bool] = ()
@@ -191,6 +193,13 @@ class ShardedOptimizer:
                 self._launch_complete()
 
         return hook
+
+    def collect_last(self) -> None:
+        """Let hooks that others registered at parameters since be called while the gradient is there."""
+        for place, (parameter, hook, handle) in enumerate(self._hooks):
+            if not is_last_hook(parameter, handle):
+                handle.remove()
+                self._hooks[place] = (parameter, hook, parameter.register_post_accumulate_grad_hook(hook))
 
     def _launch_complete(self) -> None:
         """Reduce the buckets that are complete, in order: one that is not holds back those behind it."""
@@ -419,8 +428,8 @@ class ShardedOptimizer:
         """Take the hooks off the parameters, which are on their own from now on."""
         self.closed = True
         self.finish_gather()
-        for hook in self._hooks:
-            hook.remove()
+        for _, _, handle in self._hooks:
+            handle.remove()
         self._hooks = []
 
     def load_state(self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:

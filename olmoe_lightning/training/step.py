@@ -41,7 +41,7 @@ class Run:
         max_norm: the norm to clip to in the same multiplication as the division, ``None`` where something looks at the
             gradients in between; asked at each step.
         hooks: shows gradients to the user's hooks, if there are any.
-        adopts_weights: something else than the optimizer may set weights between two steps.
+        third_parties: something of the user's may set weights or register hooks at them between two steps.
         before_update: called when the optimizer is about to change its parameters and state.
         global_step: number of the step, for messages.
         noted: what signals have asked this process for; all processes learn of it with the step's decision.
@@ -52,7 +52,7 @@ class Run:
     gather_at_once: bool
     max_norm: Callable[[], float | None]
     hooks: GradientHooks | None
-    adopts_weights: bool
+    third_parties: bool
     before_update: Callable[[], None]
     global_step: Callable[[], int]
     noted: Callable[[], Sequence[bool]]
@@ -232,6 +232,8 @@ class OptimizerStep:
             return
         if not self._open:
             self.run.sharded.begin_step()
+            if self.run.third_parties:
+                self.run.sharded.collect_last()
             self._open = True
         self.run.sharded.begin_backward(sync, factor)
 
@@ -266,7 +268,7 @@ class OptimizerStep:
             self._refuse(run, result)
             run.sharded.drop_grads()
             return
-        if run.adopts_weights:
+        if run.third_parties:
             run.sharded.adopt_weights()
         if not shown:
             max_norm = run.max_norm()

@@ -221,6 +221,33 @@ def test_a_tiny_gradient_has_a_norm(workers, mode):
     assert tiny / TINY == pytest.approx(norm, rel=1e-5)
 
 
+class Scaled(WithExperts):
+    """Its loss times a number."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.factor
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_scaled_experts(factor):
+    chosen = MoEStrategy(expert_parallel_size=2, bucket_megabytes=SMALL_BUCKETS)
+    state = trained(Scaled(factor), vectors(4), chosen, gradient_clip_val=0.01)
+    return state, chosen.grad_norm, chosen.skipped_steps
+
+
+def test_a_huge_gradient_of_spread_experts_is_clipped_and_not_skipped(workers):
+    (expected, norm, _), (found, huge, skipped) = (workers(2).run(train_scaled_experts, f)[0] for f in (1.0, LARGE))
+    assert skipped == 0
+    assert huge / LARGE == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def train_huge_chain(factor):
     return train_headless("1f1b", 2, Headless(factor), gradient_clip_val=0.01)
 

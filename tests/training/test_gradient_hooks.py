@@ -463,3 +463,43 @@ def test_on_before_zero_grad_sees_the_last_steps_gradients(workers):
         assert norms[0] == alone[0] == [None] * 7
         assert norms[1:] == [pytest.approx(expected, rel=1e-4) for expected in alone[1:]]
         assert len(norms) == 4
+
+
+# ---------------------------------------------------------------------------------------------- hooks of tensors
+
+
+class Masks(Callback):
+    """Registers hooks at parameters, before or behind the strategy's own.
+
+    Args:
+        when: hook of the callback in which it does so.
+    """
+
+    def __init__(self, when):
+        setattr(self, when, self.register)
+
+    def register(self, trainer, pl_module, *_, **__):
+        def halve(parameter):
+            parameter.grad.mul_(0.5)
+
+        def forget(parameter):
+            parameter.grad = None
+
+        pl_module.first.weight.register_hook(lambda gradient: gradient * (torch.arange(20) % 2)[:, None])
+        pl_module.first.bias.register_post_accumulate_grad_hook(halve)
+        pl_module.last.weight.register_post_accumulate_grad_hook(forget)
+
+
+def train_masked(when, options):
+    chosen = MoEStrategy(bucket_megabytes=SMALL_BUCKETS, **options)
+    return trained(Dense(momentum), vectors(8), chosen, callbacks=[Masks(when)])
+
+
+@pytest.mark.parametrize("when", ["setup", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("mode", ["sharded", "no overlap"])
+def test_hooks_of_tensors_count_whenever_they_were_registered(workers, mode, when):
+    ours, _ = workers(2).run(train_masked, when, MODES[mode][1])
+    batches = [torch.cat(pair) for pair in zip(vectors(8)[::2], vectors(8)[1::2], strict=True)]
+    alone = trained(Dense(momentum), batches, "auto", devices=1, callbacks=[Masks(when)])
+    torch.testing.assert_close(ours, alone, **CLOSE)
+    assert torch.equal(alone["last.weight"], Dense().state_dict()["last.weight"])

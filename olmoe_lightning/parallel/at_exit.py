@@ -16,8 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 _WORKERS = "pt_gloo_runloop"
 """What torch calls the threads that carry out collectives over gloo."""
 _LOOKS = 3
@@ -35,13 +33,11 @@ def settle_at_exit() -> None:
 
 
 def settle(states: Callable[[], list[str]] | None = None) -> None:
-    """Let the threads of process groups finish; a few milliseconds.
+    """Let the threads of process groups finish, also of groups that were destroyed; a few milliseconds.
 
     Args:
         states: the states of these threads, as Linux names them; ``S`` is idle.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
     states = states or worker_states
     end, idle = time.monotonic() + _SECONDS, 0
     while idle < _LOOKS and time.monotonic() < end:

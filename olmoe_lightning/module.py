@@ -36,7 +36,7 @@ from olmoe_lightning.training.experts import expert_parameters
 from olmoe_lightning.training.generation import TextGenerator
 from olmoe_lightning.training.lr_schedule import LRSchedule, make_lr_schedule
 from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
-from olmoe_lightning.training.network import build_network
+from olmoe_lightning.training.network import build_network, keep_own_layers
 from olmoe_lightning.training.objective import Objective, mean_output
 from olmoe_lightning.training.pipeline import STAGE_BUILDER
 from olmoe_lightning.training.stored import RESTORED, load_directory, refuse_other_network, restored_settings
@@ -169,7 +169,14 @@ class OLMoE(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Build and initialise the network once; Lightning calls this on every entry point."""
+        """Build and initialise the network once; Lightning calls this on every entry point.
+
+        Of a network that is there, from a checkpoint or an earlier run, each process keeps its layers and experts.
+        """
+        moe = self._moe
+        if self.model is not None and moe is not None:
+            keep_own_layers(self.model, moe.stage_map, moe.mesh.pipeline.rank)
+            self._staged = moe.stage_map is not None
         self.built()
 
     def built(self) -> Transformer:

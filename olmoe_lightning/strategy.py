@@ -316,13 +316,13 @@ class MoEStrategy(ParallelStrategy):
         assert self.model is not None
         if self._fitting or self._processes.is_distributed:
             refuse_uninitialised(self._module)
-        if self._fitting or (self.sharded is not None and self.sharded.ownership.module is not self._module):
+        if self._fitting or (self.sharded is not None and not self.sharded.trains(self._module)):
             self._step.forget_run()
         if self._fitting and (layer_sync := layer_sync_of(self)) is not None:
             self.model = layer_sync.apply(self.model)
         self.place_experts(self._module)
         self.model_to_device()
-        self.ownership().equalise()
+        self.ownership().equalise(self.root_device)
         with self._exact.narrowing(self._module):
             self.model = self.precision_plugin.convert_module(self.model)
         self._pipeline.build(self._module, self.mesh.pipeline, self.root_device)
@@ -722,7 +722,7 @@ class MoEStrategy(ParallelStrategy):
         self.finish_copy()
         self.wait_for_weights()
         if self.lightning_module is not None:
-            self.ownership().equalise_buffers()
+            self.ownership().equalise_buffers(self.root_device)
 
     @property
     def _module(self) -> LightningModule:

@@ -48,7 +48,7 @@ class MoE(nn.Module):
         experts = self.config.num_experts
         if experts % ranks:
             raise ValueError(f"num_experts ({experts}) must be divisible by expert_parallel_size ({ranks})")
-        if self.placed is None:
+        if self.placed is None or self.placed == (0, 1):  # all experts are here
             if ranks > 1:
                 self.experts.keep(rank * experts // ranks, experts // ranks)
             self.placed = (rank, ranks)

@@ -2,7 +2,7 @@
 
 A tensor has one global name, that of the module (with global layer numbers), whatever the mesh. It is held
 
-- by one stage of the pipeline: the first one, if several hold it, and only one may train it;
+- by one stage of the pipeline; what several hold is as the first one has it, and nothing that any of them trains;
 - there, by every data rank, or, if it is a weight of the experts, in parts along its first dimension by the ranks of
   the ``expert`` axis, each part by all ``expert_replica`` ranks.
 
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from olmoe_lightning.errors import UserError
@@ -140,17 +142,69 @@ class Ownership:
 
     # ---------------------------------------------------------------------------------------------- all processes
 
-    def equalise(self) -> None:
-        """Every parameter and buffer gets the values of its source; collective."""
+    def equalise(self, device: torch.device) -> None:
+        """Every parameter and buffer gets the values of its source; collective.
+
+        Args:
+            device: of this process.
+
+        Raises:
+            UserError: processes that should hold the same tensors have others.
+        """
+        self._refuse_other_replicas()
         for parameter in self.parameters:
             self.replicas(parameter).broadcast(parameter.data)
-        self.equalise_buffers()
+        self.equalise_buffers(device)
+        self._equalise_stages({name: parameter.data for parameter, name in self.parameters.items()}, device)
 
-    def equalise_buffers(self) -> None:
-        """Buffers (running statistics) get the values of the first of their replicas, as under DDP; collective."""
-        for buffer in self.module.buffers():
-            if buffer.numel() and not buffer.is_meta:
-                self.replicas(buffer).broadcast(buffer.data)
+    def equalise_buffers(self, device: torch.device) -> None:
+        """Buffers (running statistics) get the values of the first of their replicas, as under DDP; collective.
+
+        Args:
+            device: of this process.
+        """
+        buffers = {name: each for name, each in self.module.named_buffers() if each.numel() and not each.is_meta}
+        for buffer in buffers.values():
+            self.replicas(buffer).broadcast(buffer.data)
+        kept = {name: buffer.data for name, buffer in buffers.items() if id(buffer) in self._saved.names}
+        self._equalise_stages(kept, device)
+
+    def _equalise_stages(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """What several stages of a pipeline hold under one name is saved as the first one has it, and so it is."""
+        axis = self.mesh.pipeline
+        if axis.size == 1:
+            return
+        everyone = axis.all_gather_objects({name: (list(each.shape), each.dtype) for name, each in tensors.items()})
+        held: dict[str, list[int]] = {}
+        for stage, found in enumerate(everyone):
+            for name in found:
+                held.setdefault(name, []).append(stage)
+        for name, (source, *others) in held.items():
+            shape, dtype = everyone[source][name]
+            for other in others:
+                if everyone[other][name] != (shape, dtype):
+                    raise UserError(
+                        f"{name} is {dtype} {shape} on pipeline rank {source} and {everyone[other][name][1]} "
+                        f"{everyone[other][name][0]} on rank {other}; a name is one tensor: give each its own"
+                    )
+            if others:
+                own = tensors.get(name)
+                axis.broadcast(torch.empty(shape, dtype=dtype, device=device) if own is None else own, source)
+
+    def _refuse_other_replicas(self) -> None:
+        """Sends and receives of other sizes end a process without a word."""
+        tensors = {**{name: each for each, name in self.parameters.items()}, **dict(self.module.named_buffers())}
+        own = [(name, list(each.shape), str(each.dtype)) for name, each in tensors.items()]
+        if len(set(self.mesh.data.all_gather_objects(zlib.crc32(repr(own).encode())))) == 1:
+            return
+        first, *others = self.mesh.data.all_gather_objects(own)
+        rank, other = next((rank, each) for rank, each in enumerate(others, start=1) if each != first)
+        alone = [each for each in first if each not in other] or [each for each in other if each not in first]
+        name, shape, dtype = (alone or first)[0]
+        raise UserError(
+            f"data rank {rank} has other parameters and buffers than rank 0, or has them in another order, for example "
+            f"{name} of {dtype} {shape}; build the same module on all processes, whatever their data"
+        )
 
     def views_of_trained(self) -> Views:
         """What looks at the memory of trained parameters, which several processes move into buckets.
@@ -166,15 +220,24 @@ class Ownership:
         return Views(moved, {tensor: name for tensor, name in held.items() if tensor not in moved})
 
     def refuse_two_owners(self) -> None:
-        """Stop if two stages of the pipeline train a tensor of one name; collective, all processes refuse together.
+        """Stop if a stage of the pipeline trains what another one has too; collective, all processes refuse together.
 
         Raises:
             UserError: the names.
         """
         own = [name for parameter, name in self.parameters.items() if self.is_trained(parameter)]
-        everyone = self.mesh.pipeline.all_gather_objects(own)
-        counts = Counter(name for stage in everyone for name in stage)
+        held = [*self.parameters.values(), *(name for name, _ in self.module.named_buffers())]
+        everyone = self.mesh.pipeline.all_gather_objects((own, held))
+        counts = Counter(name for trained, _ in everyone for name in trained)
+        holders = Counter(name for _, held in everyone for name in set(held))
         twice = [name for name, count in counts.items() if count > 1]
+        copied = [name for name, count in counts.items() if count == 1 and holders[name] > 1]
+        if copied and not twice:
+            raise UserError(
+                f"{len(copied)} parameters are trained by one stage of the pipeline and held by others too, whose "
+                f"copies would stay as they are, for example {copied[0]}; in configure_model build only the layers "
+                "that trainer.strategy.stage_map.layers_of(rank) names, and share nothing between stages"
+            )
         if twice:
             raise UserError(
                 f"{len(twice)} parameters are trained by several stages of the pipeline, each its own copy, for "

@@ -357,6 +357,11 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.begin_step()
 
+    def trains(self, module: nn.Module) -> bool:
+        """Whether its parameters are those of a module: the same one, which has not built them anew."""
+        held = set(module.parameters())
+        return self.ownership.module is module and all(parameter in held for _, parameter, _ in self.parameters)
+
     def check_groups(self) -> None:
         """Notice parameters that were added to the optimizer, or unfrozen, during the run.
 

@@ -34,6 +34,7 @@ __all__ = [
     "begin_validation_anew",
     "default_backend",
     "distributed_is_initialized",
+    "distributes_samplers",
     "init_process_group",
     "layer_sync_of",
     "loader_states",
@@ -63,6 +64,12 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """What turns a module's batch norms into synchronised ones, if the trainer was asked for it."""
     return strategy._layer_sync
+
+
+def distributes_samplers(trainer: Trainer) -> bool:
+    """Whether Lightning shares the samples of a plain data loader out among the processes."""
+    connector = trainer._accelerator_connector
+    return bool(connector.use_distributed_sampler and connector.is_distributed)
 
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:

@@ -6,8 +6,8 @@ state; the file computes nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ from olmoe_lightning.training.pipeline import Pipeline
 from olmoe_lightning.training.processes import Launcher, Processes
 from olmoe_lightning.training.saver import Saver
 from olmoe_lightning.training.signals import Asked, Signals, evaluation_handlers
+from olmoe_lightning.training.sizes import refuse_batches
 from olmoe_lightning.training.snapshot import SavedRun
 from olmoe_lightning.training.step import NonFiniteError, OptimizerStep, Run
 
@@ -256,11 +257,23 @@ class MoEStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------------------------------ a run begins
 
-    def _before_launch(self, trainer: Trainer) -> None:
-        """A run is asked for; Lightning has not yet looked for the last checkpoint."""
+    def _before_launch(self, trainer: Trainer, given: Sequence[Any]) -> None:
+        """A run is asked for: no process was started, and Lightning has not yet looked for the last checkpoint."""
+        for module in given:
+            if isinstance(module, LightningModule):
+                self._check(module)
+        if self.pipeline_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            replicas = self._processes.shape(self.num_nodes * self.num_processes).data
+            refuse_batches(trainer, given, self.num_microbatches, replicas)
         if getattr(rank_zero_only, "rank", 0) == 0:
             folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
             self._saver.clean_folders([*folders, trainer.default_root_dir])
+
+    def _check(self, module: LightningModule) -> None:
+        """Numbers of layers and experts that do not fit."""
+        with suppress(RuntimeError):  # a module may ask its trainer, which it gets when it is connected
+            self._pipeline.plan(module)
+        self._experts.check(module, self.expert_parallel_size, self.root_device)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -435,7 +448,10 @@ class MoEStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        check_batches(dataloader, most_batches(self._module.trainer), self.mesh, self.root_device)
+        trainer = self._module.trainer
+        if self.pipeline_parallel_size > 1 and trainer.training:
+            refuse_batches(trainer, [dataloader], self.num_microbatches)
+        check_batches(dataloader, most_batches(trainer), self.mesh, self.root_device)
         return dataloader
 
     # ------------------------------------------------------------------------------------------ evaluation

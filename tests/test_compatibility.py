@@ -24,8 +24,8 @@ LIGHTNING = {
     "reset_seed": [],
 }
 """Names and the parameters by which they are called."""
-LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "layer_sync_of", "loader_states",
-                       "set_loader_states", "set_received_sigterm",
+LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "distributes_samplers", "layer_sync_of",
+                       "loader_states", "set_loader_states", "set_received_sigterm",
                        "signal_connector_of", "step_ends", "trainer_of", "validation_batches"}  # fmt: skip
 LIGHTNING_METHODS = {"REQUEUE_HANDLER", "SIGTERM_BROADCAST", "SIGTERM_HANDLER"}
 """Functions of ours around private attributes; a test of each is below."""
@@ -54,6 +54,13 @@ def test_private_names_have_the_signatures_they_are_called_with(module, expected
 def test_every_name_is_tested():
     assert set(_lightning.__all__) == LIGHTNING.keys() | LIGHTNING_FUNCTIONS | LIGHTNING_METHODS
     assert set(_torch.__all__) == TORCH.keys() | TORCH_OPERATORS.keys() | TORCH_FUNCTIONS
+
+
+def test_a_trainer_says_whether_it_shares_samples_out():
+    options = {"accelerator": "cpu", "strategy": "ddp", "logger": False, "enable_checkpointing": False}
+    assert _lightning.distributes_samplers(Trainer(devices=2, **options))
+    assert not _lightning.distributes_samplers(Trainer(devices=2, use_distributed_sampler=False, **options))
+    assert not _lightning.distributes_samplers(quiet_trainer())
 
 
 class CountingLoader(torch.utils.data.DataLoader):

@@ -157,6 +157,11 @@ class TokenDataModule(LightningDataModule):
         return self._tokenizer
 
     @property
+    def rows_per_batch(self) -> int:
+        """Rows of each training batch of a process; none is smaller."""
+        return self.batch_size
+
+    @property
     def source_names(self) -> list[str]:
         """Names of the mixture's components; ``source_ids`` of a training batch are indices into it."""
         return [source.name for source in self._rows().sources]

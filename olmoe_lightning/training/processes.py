@@ -36,7 +36,7 @@ class Launcher(ScriptLauncher):
         cluster_environment: as there.
         num_processes: as there.
         num_nodes: as there.
-        before: called with the Trainer in each process, before a run begins.
+        before: called in each process before a run begins, with the Trainer and what it was given: module, data.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Launcher(ScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        before: Callable[[Trainer], None],
+        before: Callable[[Trainer, Sequence[Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._before = before
@@ -52,7 +52,7 @@ class Launcher(ScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
-            self._before(trainer)
+            self._before(trainer, (*args, *kwargs.values()))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 

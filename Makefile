@@ -14,7 +14,7 @@ help:
 	@echo "make parity  every topology against one process (a part of it is in make test)"
 	@echo "make slow    tests of the commands that take long (benchmarks)"
 	@echo "make soak    kill training 50 times while it saves, and count what survives"
-	@echo "make exits   100 short runs of every pipeline schedule and launcher: does each end cleanly? (hours)"
+	@echo "make exits   100 short runs of every pipeline schedule and launcher: does each end cleanly? (an hour)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make format  let ruff fix what it can"
 	@echo "make spell   codespell over the repository"
@@ -46,7 +46,8 @@ soak: $(VENV)/.installed-test
 	$(BIN)/python tests/checkpoint/soak.py --kills 50
 
 exits: $(VENV)/.installed-test
-	$(BIN)/python tests/training/exits.py --runs 100
+	$(BIN)/python tests/training/exits.py --runs 100 --forked
+	$(BIN)/python tests/training/exits.py --runs 5
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -137,10 +137,11 @@ def test_one_batch_of_one_rank_counts_no_token():
 
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"accumulate": 3}, {"accumulate": 2, "partial_window": True}])
 def test_one_process_equals_a_plain_loop(options, alone):
-    # The same sums in the same order: 1e-6 allows one rounding of a division that is done in another place.
+    # The same sums in the same order. One division is done in another place; what its rounding grows to in six steps
+    # depends on the processor's kernels (1.8e-6 with AVX2).
     case = ParityCase(devices=1, **options)
     compared = ("train/loss", "gradient", "parameters", "optimizer: exp", "selection bias", "expert load")
-    rows = [row for row in compare(plain_loop(case), alone(case), case.bound) if row.quantity.startswith(compared)]
+    rows = [row for row in compare(plain_loop(case), alone(case), 1e-5) if row.quantity.startswith(compared)]
     assert len(rows) == 20
     assert deviating(rows) == set(), "\n" + format_table(rows)
 

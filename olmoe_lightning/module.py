@@ -382,8 +382,11 @@ class OLMoE(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over at most four groups: {experts, others} x {decay, no decay}, each with its name."""
-        # In one order on every stage of a pipeline, and of every pipeline: schedules know groups by their position.
+        """AdamW over three groups, each with its name: experts, others that decay, and others that do not.
+
+        A group may be empty, on a stage of a pipeline or everywhere: schedules, checkpoints and other stages know
+        groups by their position.
+        """
         groups: dict[str, list[torch.nn.Parameter]] = {"dense": [], "dense_no_decay": [], "experts": []}
         experts = set(expert_parameters(self))
         for name, parameter in self.built().named_parameters():
@@ -401,7 +404,6 @@ class OLMoE(LightningModule):
                     "weight_decay": 0.0 if name.endswith("no_decay") else self.weight_decay,
                 }
                 for name, parameters in groups.items()
-                if parameters or self._staged  # another stage may have some
             ],
             lr=self.learning_rate,
             betas=self.betas,

@@ -37,6 +37,7 @@ from olmoe_lightning._lightning import (
     validation_batches,
 )
 from olmoe_lightning.checkpoint.full import full_optimizer_state, full_state_dict
+from olmoe_lightning.checkpoint.groups import refuse_groups_of_processes
 from olmoe_lightning.checkpoint.manifest import build_manifest
 from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.errors import UserError
@@ -364,6 +365,7 @@ class MoEStrategy(ParallelStrategy):
             bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
             attach_grads=self._pipeline.splits_backward,
         )
+        refuse_groups_of_processes(sharded)
         hooks, names = None, gradient_hooks(trainer, module)
         if names:
             keeps = "on_before_zero_grad" in names and self.pipeline is not None

@@ -45,7 +45,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(small_config, s
 def test_decay_all_decays_norms_and_embedding_too(small_config, small_data, quiet_trainer):
     module = OLMoE(small_config, weight_decay=0.3, decay_all=True)
     groups = groups_of(module, quiet_trainer(max_steps=1), small_data())
-    assert {name: decay for name, (_, decay) in groups.items()} == {"dense": 0.3, "experts": 0.3}
+    assert {name: decay for name, (names, decay) in groups.items() if names} == {"dense": 0.3, "experts": 0.3}
 
 
 def test_a_tied_embedding_is_in_one_group_only(small_config, small_data, quiet_trainer):

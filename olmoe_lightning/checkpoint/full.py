@@ -12,6 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from olmoe_lightning.checkpoint.groups import (
+    groups_of_parameters,
+    options_of_file,
+    options_of_groups,
+    refuse_other_class,
+)
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import Bucket, Shard
 from olmoe_lightning.parallel.collectives import all_gather
@@ -174,54 +180,27 @@ def of_all_stages(mesh: Mesh, own: dict[str, Any]) -> dict[str, Any]:
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` of a single process; on rank 0, empty elsewhere; collective.
 
-    Of a pipeline, no process knows how a single one would number the parameters: ``state`` is then by their names.
+    Of a pipeline, no process knows how a single one would number the parameters: they are known by their names.
     """
     by_name = full_state_by_name(sharded)
-    named = of_all_stages(sharded.mesh, named_groups(sharded) if sharded.mesh.data.rank == 0 else {})
+    here = groups_of_parameters(sharded) if sharded.mesh.data.rank == 0 else {}
+    group_of = of_all_stages(sharded.mesh, here)
     if sharded.mesh.rank != 0:
         return {}
+    options, kind = options_of_groups(sharded.optimizer), type(sharded.optimizer).__name__
     if sharded.mesh.pipeline.size > 1:
-        return {"state": by_name, "param_groups": list(named.values())}
+        members = [[name for name, group in group_of.items() if group == place] for place in range(len(options))]
+        groups = [{**group, "params": names} for group, names in zip(options, members, strict=True)]
+        return {"state": by_name, "param_groups": groups, "optimizer": kind}
     numbers = sharded.numbering()
     names = {number: sharded.parameters[index].name for index, number in numbers.of_parameter.items()}
     number_of = {name: number for number, name in names.items()}
     return {
         "state": {number_of[name]: state for name, state in by_name.items()},
-        "param_groups": [{**group, "params": ids} for group, ids in zip(named.values(), numbers.groups, strict=True)],
+        "param_groups": [{**group, "params": ids} for group, ids in zip(options, numbers.groups, strict=True)],
         "names": names,  # so that a pipeline can find its own
+        "optimizer": kind,
     }
-
-
-def named_groups(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """The options of each parameter group of this process, by its name, or its position if it has none."""
-    options = [
-        {key: item for key, item in group.items() if key != "params"} for group in sharded.optimizer.param_groups
-    ]
-    return {group.get("name", str(place)): group for place, group in enumerate(options)}
-
-
-def groups_of_parameters(sharded: ShardedOptimizer) -> dict[str, str]:
-    """The parameter group of each trained parameter of this process, by name or position as :func:`named_groups`."""
-    numbers = sharded.numbering()
-    group_of: dict[int, str] = {}
-    for place, (group, ids) in enumerate(zip(sharded.optimizer.param_groups, numbers.groups, strict=True)):
-        group_of.update(dict.fromkeys(ids, str(group.get("name", place))))
-    return {name: group_of[numbers.of_parameter[index]] for name, _, index in sharded.parameters}
-
-
-def refuse_other_groups(sharded: ShardedOptimizer, saved: Mapping[str, str]) -> None:
-    """Stop if a parameter was in another group when the checkpoint was written: it would get the other's options.
-
-    Raises:
-        UserError: says which first.
-    """
-    here = groups_of_parameters(sharded)
-    moved = [name for name, group in here.items() if name in saved and saved[name] != group]
-    if moved:
-        raise UserError(
-            f"{len(moved)} parameters are in other parameter groups than when the checkpoint was written, for example "
-            f"{moved[0]} in {here[moved[0]]!r} instead of {saved[moved[0]]!r}; configure the optimizer as it was"
-        )
 
 
 def full_state_by_name(sharded: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -276,20 +255,22 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, saved: Mapping[str, Any
     """Give the optimizer its part of a single process' ``state_dict``.
 
     Raises:
-        UserError: it has other parameter groups than the optimizer.
+        UserError: it is another optimizer's, or has other parameter groups.
     """
+    refuse_other_class(sharded.optimizer, saved.get("optimizer", ""))
     names = saved.get("names", {})
     state_by_name: dict[str, dict[str, Any]] = {}
     for key, entries in saved["state"].items():
         name = key if isinstance(key, str) else names[key] if key in names else _name_of(sharded, int(key))
         state_by_name[name] = entries
+    options = options_of_file(sharded, saved["param_groups"], names)
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for name, parameter, index in sharded.parameters:
         shard = sharded.shards.get(index)
         if shard is not None and name in state_by_name:
             entries = state_by_name[name]
             state[shard.master] = {key: _slice(item, parameter, shard, sharded) for key, item in entries.items()}
-    sharded.load_state(state, group_options(sharded, saved["param_groups"]))
+    sharded.load_state(state, options)
 
 
 def _name_of(sharded: ShardedOptimizer, number: int) -> str:
@@ -301,28 +282,6 @@ def _name_of(sharded: ShardedOptimizer, number: int) -> str:
         )
     index_of = {other: index for index, other in sharded.numbering().of_parameter.items()}
     return sharded.parameters[index_of[number]].name if number in index_of else ""
-
-
-def group_options(sharded: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved options of each group that this process has; of pipelines by name, else by position."""
-    here = [len(ids) for ids in sharded.numbering().groups]
-    there = [len(group.get("params", ())) for group in saved]
-    if sharded.mesh.pipeline.size == 1 and all("params" in group for group in saved):
-        if here != there:
-            raise UserError(
-                f"the checkpoint's optimizer has parameter groups of {there} parameters, this one of {here}; "
-                "the optimizer must be configured as it was when the checkpoint was written"
-            )
-        return saved
-    by_name = {group.get("name", str(place)): group for place, group in enumerate(saved)}
-    wanted = [group.get("name", str(place)) for place, group in enumerate(sharded.optimizer.param_groups)]
-    missing = [name for name in wanted if name not in by_name]
-    if missing:
-        raise UserError(
-            f"the checkpoint's optimizer has the parameter groups {list(by_name)}, but not {missing}; the optimizer "
-            "must be configured as it was when the checkpoint was written"
-        )
-    return [by_name[name] for name in wanted]
 
 
 def load_masters(sharded: ShardedOptimizer, values: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from olmoe_lightning.checkpoint.per_rank import OwnState, OwnStates
 
 _OWN = ("random", "loaders", "own_other", "of_experts")
-FORMAT = 1
+FORMAT = 2
 """Of checkpoints; it goes up when a reader of the old one would misunderstand the new one."""
 
 
@@ -25,10 +25,12 @@ class RankRecord:
     """What it has for itself."""
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the optimizer's state what is no range of numbers (steps), by parameter and key."""
-    param_groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of the optimizer's groups, by name or position."""
-    group_of: dict[str, str] = field(default_factory=dict)
-    """The group of each trained parameter."""
+    optimizer: str = ""
+    """Class of the optimizer."""
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Options of the optimizer's groups, the same on all processes."""
+    group_of: dict[str, int] = field(default_factory=dict)
+    """The place of the group of each trained parameter."""
     problems: list[str] = field(default_factory=list)
     """Why its optimizer's state cannot be saved."""
     not_finite: list[str] = field(default_factory=list)
@@ -54,7 +56,9 @@ class RunRecord:
     aliases: Mapping[str, str] = field(default_factory=dict)
     other: Mapping[str, Any] = field(default_factory=dict)
     scalars: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    group_of: Mapping[str, str] = field(default_factory=dict)
+    group_of: Mapping[str, int | str] = field(default_factory=dict)
+    """Places; names in format 1."""
+    optimizer: str = ""
     param_groups: Sequence[dict[str, Any]] = ()
     tensors: Sequence[str] = ()
     """Names of all ranges of tensors, optimizer state included."""
@@ -85,18 +89,16 @@ class RunRecord:
         What several processes name is the first one's.
         """
         joined: dict[str, Any] = {name: {} for name in ("shapes", "aliases", "scalars", "group_of")}
-        groups: dict[str, dict[str, Any]] = {}
         for rank in ranks:
             for name, merged in joined.items():
                 for key, value in getattr(rank, name).items():
                     merged.setdefault(key, value)
-            for name, options in rank.param_groups.items():
-                groups.setdefault(name, options)
         states = OwnStates.of([rank.own for rank in ranks])
         return {
             **self._run(),
             **joined,
             **{name: getattr(states, name) for name in ("other", *_OWN)},
-            "param_groups": list(groups.values()),
+            "optimizer": ranks[0].optimizer,
+            "param_groups": ranks[0].param_groups,
             "tensors": list(tensors),
         }

@@ -13,13 +13,8 @@ from torch import nn
 from olmoe_lightning._lightning import set_loader_states
 from olmoe_lightning.checkpoint import directory as directories
 from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
-from olmoe_lightning.checkpoint.full import (
-    group_options,
-    load_full_optimizer_state,
-    load_masters,
-    local_state_dict,
-    refuse_other_groups,
-)
+from olmoe_lightning.checkpoint.full import load_full_optimizer_state, load_masters, local_state_dict
+from olmoe_lightning.checkpoint.groups import options_of_directory, refuse_other_class
 from olmoe_lightning.checkpoint.meta import KEY, MODEL, read_meta
 from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.checkpoint.record import RunRecord
@@ -170,7 +165,7 @@ def _options(sharded: ShardedOptimizer | None, record: RunRecord) -> tuple[list[
     if sharded is None:
         return None, ""
     try:
-        refuse_other_groups(sharded, record.group_of)
-        return group_options(sharded, list(record.param_groups)), ""
+        refuse_other_class(sharded.optimizer, record.optimizer)
+        return options_of_directory(sharded, list(record.param_groups), record.group_of), ""
     except UserError as error:
         return None, str(error)

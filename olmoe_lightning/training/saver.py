@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from olmoe_lightning._lightning import loader_states
 from olmoe_lightning.checkpoint.background import Copy, CopyBuffers, SaveQueue
 from olmoe_lightning.checkpoint.directory import Range
-from olmoe_lightning.checkpoint.full import groups_of_parameters, named_groups
+from olmoe_lightning.checkpoint.groups import groups_of_parameters, options_of_groups
 from olmoe_lightning.checkpoint.meta import KEY
 from olmoe_lightning.checkpoint.per_rank import OwnState
 from olmoe_lightning.checkpoint.publish import clean, remove
@@ -221,7 +221,8 @@ class Saver:
         if "optimizer_states" in checkpoint and sharded is not None:
             more, own.scalars, own.problems = state.optimizer_to_write()
             ranges += more
-            own.param_groups = named_groups(sharded)
+            own.optimizer = type(sharded.optimizer).__name__
+            own.param_groups = options_of_groups(sharded.optimizer)
             own.group_of = groups_of_parameters(sharded)
         if self._manifest is None and self._mesh.rank == 0:  # asks git and the data; once for all checkpoints of a run
             self._manifest = self._make_manifest(run)

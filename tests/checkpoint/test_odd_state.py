@@ -148,7 +148,7 @@ def two_groups(order):
 def test_parameters_in_other_groups_than_before_are_refused(tmp_path):
     fitted(tmp_path / "a.ckpt", Plain(optimizer=two_groups(["weight", "bias"])))
     with pytest.raises(
-        ValueError, match=r"2 parameters are in other parameter groups .*layer\.weight in '1' instead of '0'"
+        ValueError, match=r"2 parameters are in other parameter groups .*layer\.weight in group 1 instead of 0"
     ):
         trainer(max_epochs=2).fit(
             Plain(optimizer=two_groups(["bias", "weight"])), data(), ckpt_path=tmp_path / "a.ckpt"

@@ -91,7 +91,7 @@ def test_a_newer_format_is_refused_with_both_numbers(path, tmp_path):
     meta = torch.load(changed / META, weights_only=True)
     meta[KEY]["format"] = 99
     torch.save(meta, changed / META)
-    with pytest.raises(CorruptCheckpoint, match=r"checkpoint format 99, this version reads up to 1"):
+    with pytest.raises(CorruptCheckpoint, match=r"checkpoint format 99, this version reads up to 2"):
         trainer().fit(Model(CONFIG), ckpt_path=changed)
 
 

@@ -17,12 +17,15 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name
+from lightning.pytorch.utilities.parsing import lightning_getattr
 
 __all__ = [
     "REQUEUE_HANDLER",
@@ -37,6 +40,7 @@ __all__ = [
     "distributes_samplers",
     "init_process_group",
     "layer_sync_of",
+    "learning_rate_of",
     "loader_states",
     "optimizers_to_device",
     "reset_seed",
@@ -115,6 +119,14 @@ def validation_batches(trainer: Trainer) -> int:
     loop = trainer.fit_loop.epoch_loop.val_loop
     batches = sum(loop.max_batches) if loop._is_sequential else min(loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
+
+
+def learning_rate_of(finder: LearningRateFinder, module: LightningModule) -> float | None:
+    """The value that a finder sets in a module; ``None`` if it sets none."""
+    if not finder._update_attr:
+        return None
+    value = lightning_getattr(module, _determine_lr_attr_name(module, finder._attr_name))
+    return float(value) if value else None
 
 
 def begin_validation_anew(trainer: Trainer) -> Callable[[], None]:

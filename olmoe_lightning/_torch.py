@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ __all__ = [
     "group_timeout",
     "is_last_hook",
     "is_view",
+    "parts_of_schedule",
     "rebuild_tensor",
     "rendezvous",
     "set_group_timeout",
+    "set_last_rates",
     "storage_info",
     "symmetric_backend",
     "symmetric_memory",
@@ -52,6 +54,17 @@ def is_last_hook(parameter: Tensor, hook: RemovableHandle) -> bool:
     """Whether a post-accumulate-grad hook of a parameter is called behind all others."""
     hooks = parameter._post_accumulate_grad_hooks
     return next(reversed(hooks), None) == hook.id
+
+
+def parts_of_schedule(scheduler: Any) -> list[Any]:
+    """The schedulers of which a sequence or a chain is made, or the one itself."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(part for each in parts for part in parts_of_schedule(each))]
+
+
+def set_last_rates(scheduler: Any, rates: list[Any]) -> None:
+    """What a scheduler says that it has set last."""
+    scheduler._last_lr = rates
 
 
 def version(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -66,6 +67,7 @@ from olmoe_lightning.training.checks import (
 from olmoe_lightning.training.exact_values import ExactValues
 from olmoe_lightning.training.experts import PlacedExperts, check_batches, expert_tensors
 from olmoe_lightning.training.first_batch import FirstBatch, refuse_uninitialised
+from olmoe_lightning.training.found_rate import keep_proportions
 from olmoe_lightning.training.gradient_hooks import GradientHooks
 from olmoe_lightning.training.loader import Loader, read_directory
 from olmoe_lightning.training.owned import Owned
@@ -393,6 +395,9 @@ class MoEStrategy(ParallelStrategy):
         self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if self._fitting and isinstance(callback, LearningRateFinder):
+                self._patches.around_lr_find(callback, partial(self._find_rate, callback))
         self._signals.begin()
         if self._fitting:
             self._patches.handle_signals(trainer, self._signals.note_stop, self._signals.note_requeue)
@@ -404,6 +409,9 @@ class MoEStrategy(ParallelStrategy):
         """Lightning advances an lr_schedule after each step, a skipped one too. Epochs pass all the same."""
         per_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in self.lr_scheduler_configs)
         return per_epoch or not self.step_skipped
+
+    def _find_rate(self, finder: LearningRateFinder, find: Callable[[], None]) -> None:
+        keep_proportions(find, finder, self._module, self.optimizers, lambda: self.lr_scheduler_configs)
 
     def _is_queued(self, path: Any) -> bool:
         return self.reduce_boolean_decision(self._saver.is_queued(path), all=False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,7 +26,7 @@ LIGHTNING = {
 }
 """Names and the parameters by which they are called."""
 LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "distributes_samplers", "layer_sync_of",
-                       "loader_states", "set_loader_states", "set_received_sigterm",
+                       "learning_rate_of", "loader_states", "set_loader_states", "set_received_sigterm",
                        "signal_connector_of", "step_ends", "trainer_of", "validation_batches"}  # fmt: skip
 LIGHTNING_METHODS = {"REQUEUE_HANDLER", "SIGTERM_BROADCAST", "SIGTERM_HANDLER"}
 """Functions of ours around private attributes; a test of each is below."""
@@ -38,8 +39,9 @@ TORCH_OPERATORS = {
     "foreach_mul_": "aten::_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
 }
 TORCH_FUNCTIONS = {"Store", "SymmetricHandle", "TorchDispatchMode", "default_store", "gradient_dtypes", "group_timeout",
-                   "is_last_hook", "is_view", "rendezvous", "set_group_timeout", "storage_info", "symmetric_backend",
-                   "symmetric_memory", "version", "will_execute_node"}  # fmt: skip
+                   "is_last_hook", "is_view", "parts_of_schedule", "rendezvous", "set_group_timeout",
+                   "set_last_rates", "storage_info", "symmetric_backend", "symmetric_memory", "version",
+                   "will_execute_node"}  # fmt: skip
 
 
 def parameters(function):
@@ -61,6 +63,24 @@ def test_a_trainer_says_whether_it_shares_samples_out():
     assert _lightning.distributes_samplers(Trainer(devices=2, **options))
     assert not _lightning.distributes_samplers(Trainer(devices=2, use_distributed_sampler=False, **options))
     assert not _lightning.distributes_samplers(quiet_trainer())
+
+
+def test_a_search_says_which_value_it_sets():
+    module = BoringModel()
+    assert _lightning.learning_rate_of(LearningRateFinder(update_attr=False), module) is None
+    module.lr, module.speed = 0.5, 0.25
+    assert _lightning.learning_rate_of(LearningRateFinder(), module) == 0.5
+    assert _lightning.learning_rate_of(LearningRateFinder(attr_name="speed"), module) == 0.25
+
+
+def test_schedules_are_taken_apart_and_told_their_rates():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+    chain = torch.optim.lr_scheduler.ChainedScheduler(parts)
+    assert _torch.parts_of_schedule(chain) == [chain, *parts]
+    assert _torch.parts_of_schedule(parts[0]) == [parts[0]]
+    _torch.set_last_rates(chain, [0.5])
+    assert chain.get_last_lr() == [0.5]
 
 
 class CountingLoader(torch.utils.data.DataLoader):

@@ -2,7 +2,8 @@
 
 Lightning has no hook for these: what clips in a precision plugin, what comes between the last hook that sees gradients
 and the optimizer, what advances an lr_schedule in a module, what asks whether a file exists in a ``ModelCheckpoint``,
-what handles signals, and a moment behind all other ends of a batch.
+what handles signals, what a search for a learning rate leaves to its schedule, and a moment behind all other ends of a
+batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 
 from olmoe_lightning._lightning import REQUEUE_HANDLER, SIGTERM_BROADCAST, SIGTERM_HANDLER, signal_connector_of
@@ -102,6 +104,20 @@ class Patches:
             end()
 
         self._replace(module, "on_train_batch_end", on_train_batch_end)
+
+    def around_lr_find(self, finder: LearningRateFinder, around: Callable[[Callable[[], None]], None]) -> None:
+        """Let something watch a search for a learning rate.
+
+        Args:
+            finder: whose search.
+            around: calls the search that it is given.
+        """
+        find = finder.lr_find
+
+        def lr_find(*args: Any, **kwargs: Any) -> None:
+            around(lambda: find(*args, **kwargs))
+
+        self._replace(finder, "lr_find", lr_find)
 
     def undo(self) -> None:
         """Give all methods back."""

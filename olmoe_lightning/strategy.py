@@ -104,7 +104,7 @@ class MoEStrategy(ParallelStrategy):
         comm: how tokens travel to them: ``auto``, the name of a plugin (``local``, ``all_to_all``, ``rowwise``, or one
             that another package registered), or a :class:`~olmoe_lightning.plugins.CommPlugin`.
         shard_optimizer: each process updates its part of the parameters (ZeRO stage 1); ``False`` is plain data
-            parallelism, for optimizers that need whole matrices.
+            parallelism, for optimizers that do not treat each element alone.
         on_non_finite: ``skip`` an optimizer step whose loss or gradient is not finite, on all processes alike, or
             ``raise``.
         overlap_grad_reduce: sum gradients over the processes while the backward pass still runs.
@@ -390,8 +390,10 @@ class MoEStrategy(ParallelStrategy):
     def _patch(self, trainer: Trainer) -> None:
         self._patches.undo()
         self._patches.clip(self.precision_plugin, self._step.clip_by_norm, self._step.clip_by_value)
-        if self._fitting and self._step.shows_gradients:
+        if self._fitting:
             self._patches.after_gradient_hooks(self._module, self._step.end_hooks)
+        if self._fitting and self.sharded is not None:
+            self._patches.after_swaps([self.sharded.optimizer, self._module.optimizers()], self.sharded.publish)
         self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
@@ -526,6 +528,7 @@ class MoEStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Its closure runs ``training_step`` and ``backward`` of the step's last batch; then the optimizer updates."""
+        result = None
         with self._step.watched(closure) as watched:
             result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self._step.after_update()

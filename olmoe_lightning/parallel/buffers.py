@@ -417,6 +417,14 @@ class Unbucketed:
     take_own = show_own
 
 
+def stays(
+    parameter: nn.Parameter, axis: Axis, values: Mapping[nn.Parameter, Tensor] | None = None, all_flat: bool = False
+) -> bool:
+    """Whether the optimizer is to update the parameter itself; arguments as of :func:`make_buckets`."""
+    exact = parameter.dtype == torch.float32 and not (values and parameter in values)
+    return exact and not all_flat and axis.size == 1
+
+
 def make_buckets(
     parameters: Sequence[NamedParameter],
     axis_of: Mapping[nn.Parameter, Axis],
@@ -442,12 +450,7 @@ def make_buckets(
     for named in reversed(parameters):
         parameter = named.parameter
         axis = axis_of[parameter]
-        if (
-            not all_flat
-            and axis.size == 1
-            and parameter.dtype == torch.float32
-            and not (values and parameter in values)
-        ):
+        if stays(parameter, axis, values, all_flat):
             unbucketed.append(named)
             continue
         key = (axis.name, parameter.dtype, parameter.device)

@@ -36,13 +36,12 @@ from olmoe_lightning.parallel.buffers import (
     Unbucketed,
     adopted,
     make_buckets,
+    stays,
 )
 from olmoe_lightning.parallel.collectives import all_gather
+from olmoe_lightning.parallel.elementwise import refuse_reach, refuse_references
 from olmoe_lightning.parallel.grad_norm import LEAST_SQUARES, clip_coefficient, factors
 from olmoe_lightning.parallel.ownership import Ownership
-
-NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "SparseAdam")
-"""Optimizers that look at a whole matrix, or at all parameters, and so cannot update a part of one."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class StepResult:
     """Global norm of the mean gradient, before clipping."""
     bad_losses: int
     """Microbatches whose loss was not finite."""
+    loss: float
+    """Mean over all tokens of the step."""
     asked: tuple[bool, ...] = ()
     """What any process asked for besides."""
 
@@ -87,8 +88,8 @@ class ShardedOptimizer:
             backward pass): let it be the buffer itself.
 
     Raises:
-        UserError: the optimizer is not element-wise although it is to be sharded, or it holds a parameter that is not
-            the module's.
+        UserError: the optimizer looks at more than this process has, or it holds a parameter that is not the module's,
+            or parameters outside of its groups.
     """
 
     def __init__(
@@ -123,19 +124,19 @@ class ShardedOptimizer:
             for index, (parameter, name) in enumerate((p, n) for p, n in names.items() if p in chosen)
         ]
         self.axis_of = {parameter: ownership.replicas(parameter) for _, parameter, _ in self.parameters}
-        sharding = shard and any(axis.size > 1 for axis in self.axis_of.values())
-        kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in NOT_ELEMENTWISE), None)
-        if kind is not None and sharding:
-            raise UserError(
-                f"{kind} does not treat each element alone, so that no process can update a part of a parameter with "
-                "it; take an element-wise optimizer (AdamW, Lion, SGD ...) or MoEStrategy(shard_optimizer=False)"
-            )
         # Gradients of a pipeline are there before Lightning clears those of the optimizer's own parameters.
-        groups = make_buckets(
-            self.parameters, self.axis_of, shard, values, bucket_elements, all_flat=self.mesh.pipeline.size > 1
+        all_flat = self.mesh.pipeline.size > 1
+        refuse_references(optimizer, {p for p, at in self.axis_of.items() if not stays(p, at, values, all_flat)})
+        replicated = any(axis.size > 1 for axis in self.axis_of.values())
+        refuse_reach(
+            optimizer,
+            sharded=shard and replicated,
+            experts=self.mesh.expert.size > 1 and any(map(ownership.is_expert, self.axis_of)),
+            stages=self.mesh.pipeline.size > 1,
+            replicas=replicated,
         )
-        self.groups = groups
-        self.buckets = [group for group in groups if isinstance(group, Bucket)]
+        self.groups = make_buckets(self.parameters, self.axis_of, shard, values, bucket_elements, all_flat)
+        self.buckets = [group for group in self.groups if isinstance(group, Bucket)]
         self._hooks: list[tuple[nn.Parameter, Callable[[nn.Parameter], None], RemovableHandle]] = []
         for bucket in self.buckets:
             if attach_grads:
@@ -148,11 +149,11 @@ class ShardedOptimizer:
         """As the user gave them to the optimizer."""
         self.used: Sequence[bool] = ()
         """By number of the parameter, whether any process used it in the step that was put together last."""
-        self.shards: dict[int, Shard] = {shard.number: shard for group in groups for shard in group.shards}
+        self.shards: dict[int, Shard] = {shard.number: shard for group in self.groups for shard in group.shards}
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._move_groups(names)
         self._device = self.parameters[0].parameter.device if self.parameters else torch.device("cpu")
-        self._losses: list[tuple[Tensor, Tensor]] = []  # (finite, tokens) of the microbatches of this step
+        self._losses: list[tuple[Tensor, Tensor]] = []  # (mean, tokens) of the microbatches of this step
         self._syncing = False
         self._next = 0  # bucket to be launched next
         self.result: StepResult | None = None
@@ -166,7 +167,7 @@ class ShardedOptimizer:
         count = 0
         for group in self.optimizer.param_groups:
             kept: list[nn.Parameter] = []
-            self.parameters_of_groups.append(group["params"])
+            self.parameters_of_groups.append(list(group["params"]))
             self._numbering.groups.append(list(range(count, count + len(group["params"]))))
             for place, parameter in enumerate(group["params"], start=count):
                 if parameter not in number:
@@ -181,7 +182,7 @@ class ShardedOptimizer:
                 if old:
                     state[shard.master] = {key: _part(value, parameter, shard) for key, value in old.items()}
             count += len(group["params"])
-            group["params"] = kept
+            group["params"][:] = kept  # the list itself may be known elsewhere (LBFGS)
             self._group_sizes.append(len(kept))
 
     # ---------------------------------------------------------------------------------------------- backward
@@ -244,7 +245,7 @@ class ShardedOptimizer:
             loss: [], the mean that was back-propagated as a sum.
             num_tokens: [], what it is a mean over.
         """
-        self._losses.append((torch.isfinite(loss.detach()).all(), num_tokens.detach()))
+        self._losses.append((loss.detach(), num_tokens.detach()))
 
     def finish_backward(self, asked: Sequence[bool] = ()) -> StepResult:
         """Put the gradients of the step together over all processes; collective.
@@ -260,31 +261,32 @@ class ShardedOptimizer:
         self._next = len(self.buckets)
         self._syncing = False
         count = len(self.parameters)
-        head = 3 + len(asked)
+        head = 4 + len(asked)
         facts = torch.zeros(head + count, dtype=torch.float64)
         flags = [False] * count
         for group in self.groups:
             for written, (_, _, index) in zip(group.written, group.parameters, strict=True):
                 flags[index] = written
-        facts[3:head] = torch.tensor(asked, dtype=torch.float64)
+        facts[4:head] = torch.tensor(asked, dtype=torch.float64)
         facts[head:] = torch.tensor(flags, dtype=torch.float64)
         facts = facts.to(self._device)
-        for finite, tokens in self._losses:
+        for loss, tokens in self._losses:
             facts[0] += tokens
-            facts[1] += ~finite
+            facts[1] += (loss.double() * tokens).sum()
+            facts[2] += ~torch.isfinite(loss).all()
         for group in self.groups:
             if isinstance(group, Bucket):
                 group.finish_reduction()
-            facts[2] += group.sum_of_squares()
+            facts[3] += group.sum_of_squares()
         self.mesh.data.all_reduce(facts)
         if self.mesh.pipeline.size > 1:
-            facts[2:head] = self.mesh.pipeline.all_reduce(facts[2:head].clone())
-        tokens, bad, squares, *flags_of_all = facts.tolist()
+            facts[3:head] = self.mesh.pipeline.all_reduce(facts[3:head].clone())
+        tokens, losses, bad, squares, *flags_of_all = facts.tolist()
         wanted, used = flags_of_all[: len(asked)], flags_of_all[len(asked) :]
         self.used = [flag > 0 for flag in used]
         self._divisor = tokens if tokens > 0 else 1.0  # no token at all: the gradients are zero anyway
         norm = self._norm(squares) / self._divisor
-        self.result = StepResult(tokens, norm, int(bad), tuple(flag > 0 for flag in wanted))
+        self.result = StepResult(tokens, norm, int(bad), losses / self._divisor, tuple(flag > 0 for flag in wanted))
         self._losses = []
         return self.result
 
@@ -386,6 +388,12 @@ class ShardedOptimizer:
         """Send the updated weights, those that the forward pass needs first ahead."""
         for bucket in reversed(self.buckets):
             bucket.start_gather()
+
+    def publish(self) -> None:
+        """Let the model have the weights that the optimizer has now; collective."""
+        self.finish_gather()
+        self.start_gather()
+        self.finish_gather()
 
     def finish_gather(self) -> None:
         """Wait for all weights."""

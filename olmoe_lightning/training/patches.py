@@ -1,14 +1,14 @@
 """Methods of Lightning's objects that are replaced during a run, and given back at its end: all of them, here.
 
 Lightning has no hook for these: what clips in a precision plugin, what comes between the last hook that sees gradients
-and the optimizer, what advances an lr_schedule in a module, what asks whether a file exists in a ``ModelCheckpoint``,
-what handles signals, what a search for a learning rate leaves to its schedule, and a moment behind all other ends of a
-batch.
+and the optimizer, what swaps weights in an optimizer, what advances an lr_schedule in a module, what asks whether a
+file exists in a ``ModelCheckpoint``, what handles signals, what a search for a learning rate leaves to its schedule,
+and a moment behind all other ends of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -47,6 +47,24 @@ class Patches:
             then()
 
         self._replace(module, "configure_gradient_clipping", configure_gradient_clipping)
+
+    def after_swaps(self, optimizers: Sequence[Any], then: Callable[[], None]) -> None:
+        """Call something after an optimizer has put other weights at its parameters, for evaluation or for training.
+
+        Args:
+            optimizers: the optimizer, and Lightning's wrapper of it, which has the same methods.
+            then: gets the weights to the model.
+        """
+        for optimizer in optimizers:
+            for name in ("train", "eval"):
+                if callable(method := getattr(optimizer, name, None)):
+
+                    def switch(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> Any:
+                        result = method(*args, **kwargs)
+                        then()
+                        return result
+
+                    self._replace(optimizer, name, switch)
 
     def step_lr_schedules(self, module: LightningModule, advances: Callable[[Any], bool]) -> None:
         """Let an lr_schedule stand still after some optimizer steps.

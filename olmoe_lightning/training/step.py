@@ -30,6 +30,10 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite, and the strategy was told to stop at that."""
 
 
+class _Skipped(Exception):
+    """Ends the optimizer's step before it has changed anything."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What the steps of one ``fit`` work with.
@@ -87,6 +91,8 @@ class OptimizerStep:
         self._factor: Tensor | None = None  # of its gradients, where the loss is no sum
         self._clipped = False
         self._asked: tuple[bool, ...] | None = None  # of any process, at the end of the last step
+        self._batches = 0  # of this process in it
+        self._calls = 0  # of the closure in the optimizer step under way
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
@@ -242,6 +248,7 @@ class OptimizerStep:
     def _finish(self, run: Run) -> None:
         """Put the gradients of all processes together; all take the same decision."""
         self._open = False
+        self._batches = run.sharded.own_batches
         result = run.sharded.finish_backward(run.noted())
         self._asked = result.asked
         run.before_update()
@@ -253,13 +260,16 @@ class OptimizerStep:
         run.hooks.show()
 
     def end_hooks(self) -> None:
-        """The user's hooks have seen the gradients, and the optimizer is next: it gets what they left."""
-        if self.run is None or self.run.hooks is None or not self.run.hooks.pending:
+        """The user's hooks have seen the gradients, and the optimizer is next: it gets what they left, or nothing."""
+        if self.run is None:
             return
-        self.run.hooks.take()
-        result = self.run.sharded.result
-        assert result is not None
-        self._decide(self.run, replace(result, grad_norm=self.run.sharded.mean_norm()), shown=True)
+        if self.run.hooks is not None and self.run.hooks.pending:
+            self.run.hooks.take()
+            result = self.run.sharded.result
+            assert result is not None
+            self._decide(self.run, replace(result, grad_norm=self.run.sharded.mean_norm()), shown=True)
+        if self.skipped and self._calls:
+            raise _Skipped
 
     def _decide(self, run: Run, result: StepResult, shown: bool = False) -> None:
         self.grad_norm = self.grad_norm if shown else result.grad_norm
@@ -281,10 +291,16 @@ class OptimizerStep:
             if result.bad_losses
             else f"the global gradient norm is {result.grad_norm}"
         )
-        if self.on_non_finite == "raise":
+        if self.on_non_finite == "raise" or self._calls > 1:
             bad = run.sharded.non_finite_parameters()
             found = f"; not finite on {run.sharded.mesh}: {', '.join(bad[:5]) or 'nothing'}"
-            raise NonFiniteError(f"optimizer step {run.global_step()}: {what}{found}. Nothing was changed by it.")
+            done = (
+                f"It was call {self._calls} of the closure, so that the optimizer has begun to change weights and the "
+                "step cannot be skipped."
+                if self._calls > 1
+                else "Nothing was changed by it."
+            )
+            raise NonFiniteError(f"optimizer step {run.global_step()}: {what}{found}. {done}")
         self.skipped_steps += 1
         rank_zero_warn(
             f"Skipped optimizer step {run.global_step()} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
@@ -320,15 +336,42 @@ class OptimizerStep:
 
     @contextmanager
     def watched(self, closure: Callable[[], Any]) -> Generator[Callable[[], Any], None, None]:
-        """What to call in the place of an optimizer's closure while the optimizer steps."""
-        hooks = self.run.hooks if self.run is not None else None
-        if hooks is None:
+        """What to call in the place of an optimizer's closure while the optimizer steps.
+
+        It may be called several times, with other weights each time, and returns the same number on all processes.
+        """
+        if self.run is None:
             yield closure
             return
+        run, self._calls = self.run, 0
+        evaluate = closure if run.hooks is None else run.hooks.watched(closure)
+
+        def call() -> Any:
+            self._calls += 1
+            if self._calls > 1:
+                self._evaluate_again(run)
+            loss = evaluate()
+            joined = run.sharded.result
+            return loss if joined is None or not isinstance(loss, Tensor) else torch.full_like(loss, joined.loss)
+
         try:
-            yield hooks.watched(closure)
+            yield call
+        except _Skipped:
+            pass
         finally:
-            hooks.close()
+            self._calls = 0
+            if run.hooks is not None:
+                run.hooks.close()
+
+    def _evaluate_again(self, run: Run) -> None:
+        """The optimizer has changed its part, and wants loss and gradients with that."""
+        kind = type(run.sharded.optimizer).__name__
+        if self._batches > 1:
+            raise UserError(
+                f"{kind} calls its closure more than once in a step, but of the {self._batches} batches that are "
+                "accumulated only the last one can be computed again; set accumulate_grad_batches=1"
+            )
+        run.sharded.publish()
 
     def after_update(self) -> None:
         """The optimizer has updated its part, or left it alone if the step was skipped."""

@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from strategy_lab import (
     CLOSE,
-    SMALL_BUCKETS,
     Dense,
     Lion,
     own_batches,
@@ -256,36 +255,3 @@ def test_on_before_optimizer_step_sees_the_mean_gradients_before_clipping(worker
     assert norms == others
     assert norms[0] == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(ours, by_hand(WINDOWS, clip=0.02), **CLOSE)
-
-
-# ---------------------------------------------------------------------------------------------- what cannot be sharded
-
-
-class Muon(SGD):
-    """Like torch's, it would look at whole matrices."""
-
-
-def train_refused(kind):
-    optimizer = functools.partial(simple, torch.optim.LBFGS if kind == "LBFGS" else Muon, lr=0.1)
-    try:
-        train(optimizer)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize("kind", ["LBFGS", "Muon"])
-def test_optimizers_of_whole_matrices_are_refused_with_sharding(workers, kind):
-    for message in workers(2).run(train_refused, kind):
-        assert f"{kind} does not treat each element alone" in message
-        assert "shard_optimizer=False" in message
-
-
-def train_muon_replicated():
-    strategy = MoEStrategy(shard_optimizer=False, bucket_megabytes=SMALL_BUCKETS)
-    return train(functools.partial(simple, Muon, lr=0.1), strategy=strategy)
-
-
-def test_without_sharding_whole_matrices_are_there(workers):
-    ours, _ = workers(2).run(train_muon_replicated)
-    torch.testing.assert_close(ours, alone(functools.partial(simple, Muon, lr=0.1)), **CLOSE)

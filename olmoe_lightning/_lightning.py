@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
 from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
@@ -33,6 +34,7 @@ __all__ = [
     "SIGTERM_HANDLER",
     "NoOptimizer",
     "ScriptLauncher",
+    "WrappingCheckpointIO",
     "batches_processed",
     "begin_validation_anew",
     "default_backend",

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from olmoe_lightning._lightning import (
     NoOptimizer,
+    WrappingCheckpointIO,
     layer_sync_of,
     optimizers_to_device,
     reset_seed,
@@ -79,6 +80,7 @@ from olmoe_lightning.training.signals import Asked, Signals, evaluation_handlers
 from olmoe_lightning.training.sizes import refuse_batches
 from olmoe_lightning.training.snapshot import SavedRun
 from olmoe_lightning.training.step import NonFiniteError, OptimizerStep, Run
+from olmoe_lightning.training.whole_files import WholeFiles
 
 __all__ = ["MoEStrategy", "NonFiniteError"]
 
@@ -593,6 +595,20 @@ class MoEStrategy(ParallelStrategy):
             return self.precision_plugin.post_backward(closure_loss, self._module)
 
     # ------------------------------------------------------------------------------------------ a checkpoint is written
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Of checkpoints that are files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()  # of the innermost one, unless it has another
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

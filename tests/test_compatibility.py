@@ -18,6 +18,7 @@ from olmoe_lightning import _lightning, _torch
 LIGHTNING = {
     "NoOptimizer": [],
     "ScriptLauncher": ["cluster_environment", "num_processes", "num_nodes"],
+    "WrappingCheckpointIO": ["checkpoint_io"],
     "default_backend": ["device"],
     "distributed_is_initialized": [],
     "init_process_group": ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"],

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -30,6 +31,8 @@ from typing_extensions import override
 
 from olmoe_lightning._torch import rebuild_tensor, storage_info
 
+_SAVE = "save"
+"""Key of an index: name of the directory into which all processes wrote."""
 _BLOCK = 4 << 20
 """Bytes that are written at once; the disk begins with them while the next are prepared."""
 _HEADER = struct.Struct("<4s5H3I2H")
@@ -69,6 +72,7 @@ class ChunkWriter(FileSystemWriter):
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
             with (Path(self.path) / name).open("w+b", buffering=0) as file:
+                file.write(head_of(Path(self.path).name, name))
                 for item in plan.items:
                     offset = file.tell()
                     write_chunk(file, cast(Tensor, planner.resolve_data(item)))
@@ -79,6 +83,27 @@ class ChunkWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.planner_data = {_SAVE: Path(self.path).name}
+        super().finish(metadata, results)
+
+
+def save_of(metadata: Metadata) -> str:
+    """What the heads of a checkpoint's files begin with; empty if an index does not say, as those of others."""
+    planner = metadata.planner_data
+    return str(planner.get(_SAVE, "")) if isinstance(planner, dict) else ""
+
+
+def head_of(save: str, name: str) -> bytes:
+    """With what a file of chunks begins: which save it is of, and which of its files.
+
+    Args:
+        save: name of the directory into which all processes wrote.
+        name: of the file.
+    """
+    return f"{save}/{name}\n".encode(errors="surrogateescape")
 
 
 def write_chunk(file: io.FileIO, values: Tensor) -> None:

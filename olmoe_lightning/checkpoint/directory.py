@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.futures import Future
 from typing_extensions import override
 
-from olmoe_lightning.checkpoint.chunks import ChunkWriter, read_chunk
+from olmoe_lightning.checkpoint.chunks import ChunkWriter, head_of, read_chunk, save_of
 from olmoe_lightning.errors import UserError, shortened
 
 # A single process is what was asked for. Not around the call: filters are the whole process', and threads save too.
@@ -58,7 +58,6 @@ warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a 
 
 INDEX = ".metadata"
 """The file of the directory that says which range is where; it is written last."""
-
 
 Part = TypeVar("Part", bound="Writable")
 
@@ -187,6 +186,7 @@ class SafeReader(FileSystemReader):
         others: list[ReadItem] = []
         for name, items in by_file.items():
             with (Path(self.path) / name).open("rb", buffering=0) as file:
+                self._check_head(file, name)
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item).detach()
                     if self._read(file, item, target):
@@ -198,6 +198,15 @@ class SafeReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_head(self, file: io.FileIO, name: str) -> None:
+        """That it is the file of which the index speaks, and not one of another checkpoint or process."""
+        if self._save:
+            expected = head_of(self._save, name)
+            found = file.read(len(expected))
+            if found != expected:
+                what = "is empty" if not found else "is that of another checkpoint or process"
+                raise CorruptCheckpoint(f"{name} {what}")
 
     def _read(self, file: io.FileIO, item: ReadItem, target: Tensor) -> bool:
         info, index = self.storage_data[item.storage_index], item.storage_index
@@ -211,6 +220,7 @@ class SafeReader(FileSystemReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._entries: dict[str, Any] = metadata.state_dict_metadata
+        self._save = save_of(metadata)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

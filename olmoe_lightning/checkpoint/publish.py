@@ -7,6 +7,7 @@ exchange of two names, which most local Linux file systems have, the old one may
 
 Hidden names are ``.NAME.HOST.PID-START.RANDOM.tmp``, or ``.old`` for what steps aside in the case without exchange.
 START is when that process began, in clock ticks since the system's start: containers give the same PID again and again.
+NAME is cut off where all of this would be too long for a file system, which is found out before anything is replaced.
 In NAME the characters ``_`` and ``~`` have changed places: who looks for ``hpc_ckpt_`` anywhere in the names of a
 folder, as Lightning does, and takes all digits behind it for a version, must not find what is half written.
 """
@@ -24,7 +25,8 @@ import stat
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from olmoe_lightning.files import sync
@@ -33,6 +35,7 @@ _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d{1,7})-(?P<start>\d{1,19})\.[0-9a-f]{8}\.(?P<kind>tmp|old)"
 )
 _UNDERSCORES = str.maketrans("_~", "~_")
+_NAME_BYTES = 255
 _FOREIGN_SECONDS = 24 * 3600
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2 of Linux; RENAME_SWAP of macOS' renamex_np has the same value
@@ -59,6 +62,27 @@ def temporary_beside(target: Path) -> Path:
     temporary = _hidden(target, "tmp")
     temporary.mkdir()
     return temporary
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Gives a hidden name beside the target to write a file to; at the end it gets the target's name in one step.
+
+    Args:
+        target: a file, a directory or a link is replaced, as :func:`publish` does it.
+
+    Raises:
+        OSError: it cannot be written; the target is what it was, and nothing else is left.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _hidden(target, "tmp")
+    try:
+        yield temporary
+        publish(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            _delete(temporary)
+        raise
 
 
 def make_durable(path: Path) -> None:
@@ -216,8 +240,12 @@ def _raise(error: OSError) -> None:
 
 def _hidden(target: Path, kind: str) -> Path:
     pid = os.getpid()
-    name = f".{target.name.translate(_UNDERSCORES)}.{_host()}.{pid}-{max(_start(pid), 0)}.{secrets.token_hex(4)}.{kind}"
-    return target.parent / name
+    rest = f".{_host()}.{pid}-{max(_start(pid), 0)}.{secrets.token_hex(4)}.{kind}"
+    name = os.fsencode(target.name.translate(_UNDERSCORES))
+    most = _NAME_BYTES - 1 - len(rest)
+    if len(name) > most and kind == "old":  # it could not be given back
+        raise OSError(errno.ENAMETOOLONG, f"a file system that cannot exchange names needs one of {most} bytes", target)
+    return target.parent / f".{os.fsdecode(name[:most])}{rest}"
 
 
 def _host() -> str:

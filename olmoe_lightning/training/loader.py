@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from olmoe_lightning._lightning import set_loader_states
@@ -129,6 +130,13 @@ class Loader:
     def load_optimizer(self, checkpoint: Mapping[str, Any], sharded: ShardedOptimizer) -> None:
         """Give the optimizer its state: what was read with the weights, or the part of a joined file."""
         record = _record(checkpoint)
+        if not checkpoint["optimizer_states"]:
+            self._optimizer = None
+            rank_zero_warn(
+                "The checkpoint was written outside of a fit and has no state of an optimizer: training goes on from "
+                "its weights with a fresh one."
+            )
+            return
         if record is None or not record.directory:
             load_full_optimizer_state(sharded, checkpoint["optimizer_states"][0])
             return

@@ -27,7 +27,16 @@ from olmoe_lightning.checkpoint.rng import capture_random_state
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.ownership import Ownership
-from olmoe_lightning.training.snapshot import MANIFEST, SavedRun, SaveError, Snapshot, share, write_snapshot
+from olmoe_lightning.training.snapshot import (
+    MANIFEST,
+    SavedRun,
+    SaveError,
+    Snapshot,
+    not_finite_of,
+    refuse_non_finite,
+    share,
+    write_snapshot,
+)
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +125,9 @@ class Saver:
     # ---------------------------------------------------------------------------------------------- a run
 
     def clean_folders(self, folders: Iterable[Any]) -> None:
-        """Remove temporary directories of killed saves; on rank 0, before Lightning looks for the last checkpoint."""
+        """Remove what killed saves have left; on rank 0, before Lightning looks for the last checkpoint."""
         self._cleaned = set()
-        for folder in folders if not self.full else ():
+        for folder in folders:
             if folder is not None and "://" not in str(folder):
                 self._clean(Path(folder))
 
@@ -177,10 +186,16 @@ class Saver:
         self._last_failed = True
         states = self._mesh.world.gather_objects(self._own_state(checkpoint, run.state.ownership))
         record = RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps)
+        trained = {n for n, tensor in run.state.ownership.tensors.items() if run.state.ownership.is_trained(tensor)}
+
+        def write_it() -> None:
+            refuse_non_finite(not_finite_of(checkpoint, trained), path)
+            if "://" not in str(path):
+                self._clean(Path(path).parent)
+            write(checkpoint | {KEY: record.joined_entry(states)}, path)
+
         try:
-            entry = record.joined_entry(states) if self._mesh.rank == 0 else {}
-            action = partial(write, checkpoint | {KEY: entry}, path)
-            share(path, action, self._mesh.world)
+            share(path, write_it, self._mesh.world)
             self._last_failed = False
         except SaveError as error:
             self._report(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,12 +123,7 @@ def _begin(target: Path, everyone: list[RankRecord], clean: Callable[[Path], Non
             f"no checkpoint was written to {target}: {problems[0]}, and experts of several processes have no such "
             "state together; take an optimizer whose state is element by element, or expert_parallel_size=1"
         )
-    bad = sorted({name for each in everyone for name in each.not_finite})
-    if bad:
-        raise SaveError(
-            f"no checkpoint was written to {target}: {len(bad)} tensors have values that are not finite, "
-            f"{', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
-        )
+    refuse_non_finite(sorted({name for each in everyone for name in each.not_finite}), target)
     clean(target.parent)
     return str(temporary_beside(target))
 
@@ -172,6 +167,33 @@ def share(target: Any, action: Callable[[], Any], axis: Axis) -> Any:
     if problem is not None:
         raise SaveError(problem) from cause
     return found
+
+
+def refuse_non_finite(names: list[str], target: Any) -> None:
+    """Stop before values that are not finite are published.
+
+    Raises:
+        SaveError: some are.
+    """
+    if names:
+        raise SaveError(
+            f"no checkpoint was written to {target}: {len(names)} tensors have values that are not finite, "
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        )
+
+
+def not_finite_of(checkpoint: Mapping[str, Any], trained: Collection[str]) -> list[str]:
+    """Names of what is trained, and of its optimizer state, that is not finite in Lightning's dictionary."""
+    names = [n for n, value in checkpoint["state_dict"].items() if n in trained and not is_finite(value)]
+    for optimizer in checkpoint.get("optimizer_states", ()):
+        known = optimizer.get("names", {})
+        names += [
+            f"{OPTIMIZER}{known.get(number, number)}.{key}"
+            for number, entries in optimizer.get("state", {}).items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor) and not is_finite(value)
+        ]
+    return sorted(names)
 
 
 def is_finite(values: Tensor) -> bool:

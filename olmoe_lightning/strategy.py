@@ -6,7 +6,7 @@ state; the file computes nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -262,14 +262,15 @@ class MoEStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------------------------------ a run begins
 
-    def _before_launch(self, trainer: Trainer, given: Sequence[Any]) -> None:
+    def _before_launch(self, trainer: Trainer, given: Mapping[str, Any]) -> None:
         """A run is asked for: no process was started, and Lightning has not yet looked for the last checkpoint."""
-        for module in given:
+        self._loader.weights_only = given.get("weights_only")
+        for module in given.values():
             if isinstance(module, LightningModule):
                 self._check(module)
         if self.pipeline_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             replicas = self._processes.shape(self.num_nodes * self.num_processes).data
-            refuse_batches(trainer, given, self.num_microbatches, replicas)
+            refuse_batches(trainer, list(given.values()), self.num_microbatches, replicas)
         if getattr(rank_zero_only, "rank", 0) == 0:
             folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
             self._saver.clean_folders([*folders, trainer.default_root_dir])
@@ -340,7 +341,9 @@ class MoEStrategy(ParallelStrategy):
             self.model = layer_sync.apply(self.model)
         self.place_experts(self._module)
         self.model_to_device()
-        self.ownership().equalise(self.root_device)
+        ownership = self.ownership()
+        ownership.refuse_layouts()
+        ownership.equalise(self.root_device)
         with self._exact.narrowing(self._module):
             self.model = self.precision_plugin.convert_module(self.model)
         self._pipeline.build(self._module, self.mesh.pipeline, self.root_device)
@@ -426,6 +429,8 @@ class MoEStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.finish_saves()
         path = Path(checkpoint_path)
+        if weights_only is None and checkpoint_path == self._module.trainer.ckpt_path:
+            weights_only = self._loader.weights_only
         if path.is_dir():
             checkpoint = read_directory(path, weights_only, self._fitting)
         else:

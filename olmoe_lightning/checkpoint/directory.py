@@ -262,10 +262,9 @@ def _read_index(path: Path, version: tuple[int, ...]) -> Metadata:
     return metadata
 
 
-_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
-_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = {str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _INDEX_CLASSES = {
-    "torch": {"Size", "contiguous_format", *_INTEGERS, *_FLOATS},
+    "torch": {"Size", "contiguous_format", *_DTYPES},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
         "Metadata",

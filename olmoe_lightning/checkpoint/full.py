@@ -21,6 +21,7 @@ from olmoe_lightning.checkpoint.groups import (
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.buffers import Bucket, Shard
 from olmoe_lightning.parallel.collectives import all_gather
+from olmoe_lightning.parallel.layout import flattened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
@@ -35,10 +36,11 @@ def gather_experts(local: Tensor, axis: Axis) -> Tensor | None:
     """
     if axis.size == 1:
         return local
-    local = local.contiguous() if local.ndim else local.view(1)  # a number of each rank: a row of them
-    parts = [torch.empty_like(local) for _ in axis.ranks] if axis.rank == 0 else None
-    dist.gather(local, parts, dst=axis.ranks[0], group=axis.group)
-    return None if parts is None else torch.cat(parts)
+    own = flattened(local).view(torch.uint8)  # backends know half of all types
+    parts = [torch.empty_like(own) for _ in axis.ranks] if axis.rank == 0 else None
+    dist.gather(own, parts, dst=axis.ranks[0], group=axis.group)
+    # A number of each rank: a row of them.
+    return None if parts is None else torch.cat(parts).view(local.dtype).view(-1, *local.shape[1:])
 
 
 def local_experts(full: Tensor, axis: Axis, experts: int) -> Tensor:

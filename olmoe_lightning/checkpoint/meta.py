@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from olmoe_lightning.checkpoint.directory import INDEX, CorruptCheckpoint, Range, SafeReader, differences, load
 from olmoe_lightning.checkpoint.record import FORMAT
+from olmoe_lightning.checkpoint.trust import advice, names_in
 from olmoe_lightning.errors import reason, shortened
-from olmoe_lightning.parallel.layout import write
+from olmoe_lightning.parallel.layout import flattened, is_dense, lies_flat, write
 
 KEY = "moe_checkpoint"
 """Entry of a checkpoint's dictionary that belongs to the strategy."""
@@ -52,9 +53,11 @@ def read_meta(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
     except Exception as error:
-        raise CorruptCheckpoint(
-            f"{path / META} is damaged, or holds objects that are not loaded without trust ({reason(error)})"
-        ) from error
+        if names := names_in(path / META):
+            raise CorruptCheckpoint(
+                f"{path} holds objects that are not loaded without trust, of {', '.join(names)}; {advice(names)}"
+            ) from error
+        raise CorruptCheckpoint(f"{path / META} is damaged, or not loaded without trust ({reason(error)})") from error
     if not isinstance(meta, dict) or not isinstance(meta.get(KEY), dict):
         raise CorruptCheckpoint(f"{path / META} has no entry {KEY!r}: it was not written by MoEStrategy")
     found = meta[KEY].get("format")
@@ -119,18 +122,18 @@ def load_sharded(module: nn.Module, meta: Mapping[str, Any], strict: bool = True
     shapes, _ = read_contents(meta)
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value.numel():  # nothing is stored of what has no elements
+        if isinstance(value, Tensor) and is_dense(value) and value.numel():  # nothing is stored of what has no elements
             wanted.setdefault(id(value), (name, value))  # tied tensors have several names and one place
     tensors = dict(wanted.values())
     if found := differences({name: list(value.shape) for name, value in tensors.items()}, shapes, strict):
         raise CorruptCheckpoint(f"{directory} does not fit the model: {shortened(found)}")
     there = {name: value.detach() for name, value in tensors.items() if name in shapes}
     # What has gaps or repeats elements is read beside its place.
-    dense = {name: value.contiguous() for name, value in there.items()}
-    load(directory, [Range(MODEL + name, value.numel(), 0, value.view(-1)) for name, value in dense.items()])
+    dense = {name: flattened(value) for name, value in there.items()}
+    load(directory, [Range(MODEL + name, value.numel(), 0, value) for name, value in dense.items()])
     for name, value in there.items():
-        if dense[name] is not value:
-            write(value, dense[name])
+        if not lies_flat(value):
+            write(value, dense[name].view(value.shape))
     if other := meta[KEY].get("other"):
         module.load_state_dict(other, strict=False)
 

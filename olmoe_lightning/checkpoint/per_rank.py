@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from olmoe_lightning.errors import UserError, shortened
+from olmoe_lightning.parallel.layout import flattened, is_dense
 from olmoe_lightning.parallel.mesh import Mesh, MeshShape
 
 
@@ -120,9 +122,13 @@ class OwnStates:
 
 def equal(left: Any, right: Any) -> bool:
     """Whether two values of a state are the same, whatever they are made of."""
+    if left is right:
+        return True
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        both = isinstance(left, Tensor) and isinstance(right, Tensor)
-        return both and left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+        both = isinstance(left, Tensor) and isinstance(right, Tensor) and is_dense(left) and is_dense(right)
+        if not both or left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        return torch.equal(flattened(left).view(torch.uint8), flattened(right).view(torch.uint8))  # NaN is NaN
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return type(left) is type(right) and left.dtype == right.dtype and np.array_equal(left, right)
     if type(left) is not type(right):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from olmoe_lightning.checkpoint.directory import Range
 from olmoe_lightning.checkpoint.meta import MODEL
 from olmoe_lightning.parallel.buffers import Bucket, Shard
-from olmoe_lightning.parallel.layout import write
+from olmoe_lightning.parallel.layout import flattened, lies_flat, write
 from olmoe_lightning.parallel.mesh import Axis
 from olmoe_lightning.parallel.ownership import Ownership
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
@@ -40,10 +40,12 @@ class TrainingState:
     def model_to_write(self) -> list[Range]:
         """What this process writes of the model: fp32 masters of what is trained, the rest as it is."""
         sharded = self.sharded
-        found = self._shards_to_write(MODEL, lambda shard, _: None if sharded is None else _flat(sharded.values(shard)))
+        found = self._shards_to_write(
+            MODEL, lambda shard, _: None if sharded is None else flattened(sharded.values(shard))
+        )
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
-                whole = _flat(value.detach())
+                whole = flattened(value.detach())
                 found.append(self._own_part(MODEL + name, value, whole, 0, self.ownership.replicas(value)))
         return found
 
@@ -88,7 +90,7 @@ class TrainingState:
 
             def entry(shard: Shard, parameter: nn.Parameter, key: str = key) -> Tensor | None:
                 item = state.get(shard.master, {}).get(key)
-                return _flat(item) if item is not None and is_range(item, shard.master) else None
+                return flattened(item) if item is not None and is_range(item, shard.master) else None
 
             ranges += self._shards_to_write(OPTIMIZER, entry, f".{key}")
         return ranges, scalars, problems
@@ -124,12 +126,12 @@ class TrainingState:
         found: list[Range] = []
         copies: list[tuple[Tensor, Tensor]] = []
 
-        def flat(value: Tensor) -> Tensor:
+        def place(value: Tensor) -> Tensor:
             """The values themselves, or a place from which they are copied in the end."""
-            if value.is_contiguous():
+            if lies_flat(value):
                 return value.detach().view(-1)
             # A copy, not empty: what a checkpoint does not have stays as it is.
-            copies.append((value.detach(), value.detach().clone(memory_format=torch.contiguous_format)))
+            copies.append((value.detach(), flattened(value.detach()).clone().view(value.shape)))
             return copies[-1][1].view(-1)
 
         if self.sharded is not None:
@@ -138,10 +140,10 @@ class TrainingState:
                 if shard is not None:
                     name = MODEL + self.ownership.name(parameter)
                     start = self.ownership.start(parameter) + shard.start
-                    found.append(Range(name, self.ownership.size(parameter), start, flat(shard.master)))
+                    found.append(Range(name, self.ownership.size(parameter), start, place(shard.master)))
         for name, value in self.ownership.tensors.items():
             if not self.ownership.is_trained(value):
-                found.append(Range(MODEL + name, self.ownership.size(value), self.ownership.start(value), flat(value)))
+                found.append(Range(MODEL + name, self.ownership.size(value), self.ownership.start(value), place(value)))
 
         def finish() -> None:
             for target, source in copies:
@@ -194,7 +196,3 @@ def is_range(item: Any, master: nn.Parameter) -> bool:
 def _replicated(group: Any) -> bool:
     """Whether each process of its axis holds all of a group."""
     return isinstance(group, Bucket) and not group.sharded and group.axis.size > 1
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1)

@@ -103,7 +103,7 @@ class OLMoECLI(LightningCLI):
             return
         known = inspect.signature(OLMoE.__init__).parameters
         if Path(asked.ckpt_path).is_dir():  # Lightning has read the settings of a file
-            settings = read_meta(Path(asked.ckpt_path)).get("hyper_parameters") or {}
+            settings = read_meta(Path(asked.ckpt_path), asked.get("weights_only")).get("hyper_parameters") or {}
             model = {name: value for name, value in settings.items() if name in known}
             self.config = self.parser.parse_object({self.subcommand: {"model": model}}, self.config)
         config = self.config[self.subcommand].model

@@ -6,7 +6,8 @@ at their memory before must look at it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,43 @@ def write(target: Tensor, values: Tensor) -> None:
 def repeats(tensor: Tensor) -> bool:
     """Whether several elements of a tensor are one in memory, as in an expanded one."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is its elements and nothing else: not sparse, quantised or nested."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def kind(tensor: Tensor) -> str:
+    """What a tensor that is not dense is called."""
+    if tensor.is_nested:
+        return "nested"
+    return "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in row-major order: the tensor's own memory where they lie there like this."""
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
+
+
+def lies_flat(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its elements in row-major order, so that they can be read into it."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+@contextmanager
+def unexpanded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within this, ``copy_`` into expanded tensors works; what several elements share takes the value of the first."""
+    found = [(tensor, tensor.data) for tensor in tensors if is_dense(tensor) and repeats(tensor)]
+    for tensor, memory in found:
+        tensor.data = memory.contiguous()
+    try:
+        yield
+    finally:
+        for tensor, memory in found:
+            write(memory, tensor.data)
+            tensor.data = memory
 
 
 def _narrowed(tensor: Tensor, like: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from olmoe_lightning._torch import set_group_timeout
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.layout import distinct
+from olmoe_lightning.parallel.layout import distinct, flattened
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,20 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite in place, whatever the layout, with the tensor of one process of the axis, by default the first."""
-        return self._in_place(tensor, lambda dense: dist.broadcast(dense, self.ranks[source], group=self.group))
+
+        def send(dense: Tensor) -> None:  # as bytes: backends know half of all types
+            dist.broadcast(dense.view(torch.uint8), self.ranks[source], group=self.group)
+
+        return self._in_place(tensor, send)
 
     def _in_place(self, tensor: Tensor, collective: Callable[[Tensor], Any]) -> Tensor:
         """Backends count elements from the first one on: they get each once, in one order on all processes."""
         if self.size > 1 and tensor.numel():
             part = distinct(tensor)
-            dense = part.contiguous()
+            dense = flattened(part)
             collective(dense)
-            if dense is not part:
-                part.copy_(dense)
+            if dense.data_ptr() != part.data_ptr():
+                part.copy_(dense.view(part.shape))
         return tensor
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from olmoe_lightning.errors import UserError
-from olmoe_lightning.parallel.layout import Views
+from olmoe_lightning.parallel.layout import Views, is_dense, kind
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 
 
@@ -94,7 +94,7 @@ class Ownership:
     @functools.cached_property
     def _saved(self) -> _Saved:
         saved = self._Saved({}, {}, {}, {})
-        held = {id(value) for value in (*self.parameters, *self.module.buffers())}
+        held = {id(value) for value in (*self.parameters, *self.module.buffers()) if is_dense(value)}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if id(value) not in held:
                 saved.other[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -123,7 +123,7 @@ class Ownership:
 
     @property
     def other(self) -> dict[str, Any]:
-        """What a module makes for its ``state_dict`` and takes back from it: extra state, values from hooks."""
+        """What is no range of elements: extra state, values from hooks, tensors that are sparse or quantised."""
         return self._saved.other
 
     @property
@@ -151,6 +151,8 @@ class Ownership:
         Raises:
             UserError: processes that should hold the same tensors have others.
         """
+        if self.mesh.world.size == 1:
+            return
         self._refuse_other_replicas()
         for parameter in self.parameters:
             self.replicas(parameter).broadcast(parameter.data)
@@ -163,6 +165,8 @@ class Ownership:
         Args:
             device: of this process.
         """
+        if self.mesh.world.size == 1:
+            return
         buffers = {name: each for name, each in self.module.named_buffers() if each.numel() and not each.is_meta}
         for buffer in buffers.values():
             self.replicas(buffer).broadcast(buffer.data)
@@ -218,6 +222,29 @@ class Ownership:
         several = self.mesh.world.size > 1
         moved = {tensor: name for tensor, name in held.items() if several and self.is_trained(tensor)}
         return Views(moved, {tensor: name for tensor, name in held.items() if tensor not in moved})
+
+    def refuse_layouts(self) -> None:
+        """Stop at tensors that are more than their elements, where they can neither be exchanged nor read again.
+
+        Raises:
+            UserError: the name of one.
+        """
+        kept = self.module.state_dict(keep_vars=True).keys()
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if is_dense(tensor):
+                continue
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                why = "cannot be trained on shards"
+            elif self.mesh.world.size > 1:
+                why = f"cannot be exchanged by {self.mesh.world.size} processes"
+            elif tensor.is_nested and name in kept:
+                why = "cannot be loaded from a checkpoint"
+            else:
+                continue
+            raise UserError(
+                f"{name} is a {kind(tensor)} tensor, which {why}; keep what it is made of (its values and indices, or "
+                "integers, scales and zero points) in buffers of their own, or make it a plain attribute"
+            )
 
     def refuse_two_owners(self) -> None:
         """Stop if a stage of the pipeline trains what another one has too; collective, all processes refuse together.

@@ -21,6 +21,7 @@ from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.checkpoint.record import RunRecord
 from olmoe_lightning.checkpoint.rng import restore_random_state
 from olmoe_lightning.errors import UserError, shortened
+from olmoe_lightning.parallel.layout import unexpanded
 from olmoe_lightning.parallel.mesh import Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
 
@@ -57,6 +58,8 @@ class Loader:
     """Reads a checkpoint in the order in which Lightning asks for its parts."""
 
     def __init__(self) -> None:
+        self.weights_only: bool | None = None
+        """What the Trainer was told of the run's checkpoint; Lightning keeps it from strategies that load it late."""
         self._optimizer: _OptimizerState | None = None
         self._random: dict[str, Any] | None = None  # of a run that goes on in the middle of an epoch
 
@@ -94,7 +97,8 @@ class Loader:
                 record.own_states, other={name: local[name] for name in state.ownership.other if name in local}
             )
             local |= joined.other_of(state.ownership.mesh, record.topology)
-        state.ownership.module.load_state_dict(local, strict=strict)
+        with unexpanded(state.ownership.tensors.values()):
+            state.ownership.module.load_state_dict(local, strict=strict)
         if state.sharded is not None:
             load_masters(state.sharded, local)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +37,8 @@ class Launcher(ScriptLauncher):
         cluster_environment: as there.
         num_processes: as there.
         num_nodes: as there.
-        before: called in each process before a run begins, with the Trainer and what it was given: module, data.
+        before: called in each process before a run begins, with the Trainer and what it was given, by name: module,
+            data, which checkpoint.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Launcher(ScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        before: Callable[[Trainer, Sequence[Any]], None],
+        before: Callable[[Trainer, Mapping[str, Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._before = before
@@ -52,7 +54,7 @@ class Launcher(ScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
-            self._before(trainer, (*args, *kwargs.values()))
+            self._before(trainer, inspect.signature(function).bind(*args, **kwargs).arguments)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 

@@ -24,6 +24,7 @@ from olmoe_lightning.checkpoint.per_rank import OwnState
 from olmoe_lightning.checkpoint.publish import clean, remove
 from olmoe_lightning.checkpoint.record import FORMAT, RankRecord, RunRecord
 from olmoe_lightning.checkpoint.rng import capture_random_state
+from olmoe_lightning.checkpoint.trust import Untrusted, advice, names_of, untrusted
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.ownership import Ownership
@@ -74,6 +75,7 @@ class Saver:
         self._last_failed = False
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None
+        self._untrusted: set[str] = set()  # where in checkpoints of this run there is what is not loaded without trust
 
     def _check(self) -> None:
         for name, value, allowed in (
@@ -141,6 +143,7 @@ class Saver:
         """
         self._mesh, self._device, self._timeout = mesh, device, timeout
         self._manifest = None
+        self._untrusted = set()
 
     def _background_axis(self) -> Axis:
         """All processes, in a group of their own: training goes on in the others'; collective when it is made."""
@@ -188,15 +191,18 @@ class Saver:
         record = RunRecord(FORMAT, asdict(self._mesh.shape), run.skipped_steps)
         trained = {n for n, tensor in run.state.ownership.tensors.items() if run.state.ownership.is_trained(tensor)}
 
-        def write_it() -> None:
+        def write_it() -> list[Untrusted]:
             refuse_non_finite(not_finite_of(checkpoint, trained), path)
             if "://" not in str(path):
                 self._clean(Path(path).parent)
-            write(checkpoint | {KEY: record.joined_entry(states)}, path)
+            whole = checkpoint | {KEY: record.joined_entry(states)}
+            write(whole, path)
+            return untrusted(whole)
 
         try:
-            share(path, write_it, self._mesh.world)
+            found = share(path, write_it, self._mesh.world)
             self._last_failed = False
+            self._warn_untrusted(path, found)
         except SaveError as error:
             self._report(error)
 
@@ -300,8 +306,19 @@ class Saver:
     def _write(self, target: Path, snapshot: Snapshot, axis: Axis, copying: Copy | None = None) -> None:
         """On all processes, in this thread or another; until it has succeeded, nothing that it replaces is removed."""
         self._last_failed = True
-        write_snapshot(snapshot, target, axis, self._clean, copying)
+        found = write_snapshot(snapshot, target, axis, self._clean, copying)
         self._last_failed = False
+        self._warn_untrusted(target, found)
+
+    def _warn_untrusted(self, path: Any, values: list[Untrusted]) -> None:
+        """Say what a checkpoint that was written holds that is not loaded without trust; once a run for each value."""
+        found = [each for each in values if each.place not in self._untrusted]
+        self._untrusted.update(each.place for each in found)
+        if found:
+            rank_zero_warn(
+                f"{path} was written, but is not loaded without trust: {shortened(list(map(str, found)), 5)}. To load "
+                f"it, {advice(names_of(found))}. Numbers, strings, lists, dictionaries and tensors need neither."
+            )
 
     def _clean(self, folder: Path) -> None:
         """Remove what killed saves have left in a folder; once a run, on rank 0, which alone makes such things."""

@@ -20,6 +20,7 @@ from olmoe_lightning.checkpoint.meta import KEY, META, MODEL
 from olmoe_lightning.checkpoint.publish import publish, temporary_beside
 from olmoe_lightning.checkpoint.ranges import OPTIMIZER, TrainingState
 from olmoe_lightning.checkpoint.record import RankRecord, RunRecord
+from olmoe_lightning.checkpoint.trust import Untrusted, untrusted
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.mesh import Axis
 
@@ -76,7 +77,7 @@ class Snapshot:
 
 def write_snapshot(
     snapshot: Snapshot, target: Path, axis: Axis, clean: Callable[[Path], None], copying: Copy | None = None
-) -> None:
+) -> list[Untrusted]:
     """Write, make durable, publish; on all processes, in this thread or another.
 
     Args:
@@ -85,6 +86,9 @@ def write_snapshot(
         axis: all processes, in a group in which nothing else communicates now.
         clean: called on rank 0 with the folder, before anything is written there.
         copying: by which the ranges get their values, if it may still be going on.
+
+    Returns:
+        What it holds that is not loaded without trust.
 
     Raises:
         SaveError: it did not work, and the target is as it was.
@@ -105,11 +109,12 @@ def write_snapshot(
             directories.save(temporary, snapshot.ranges, axis.group)
         except directories.WriteError as error:
             raise SaveError(f"no checkpoint was written to {target}: {error}") from error
-        share(target, partial(_publish, temporary, target, snapshot, everyone), axis)
+        found: list[Untrusted] = share(target, partial(_publish, temporary, target, snapshot, everyone), axis)
     except BaseException:
         if axis.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return found
 
 
 def _begin(target: Path, everyone: list[RankRecord], clean: Callable[[Path], None]) -> str:
@@ -128,7 +133,7 @@ def _begin(target: Path, everyone: list[RankRecord], clean: Callable[[Path], Non
     return str(temporary_beside(target))
 
 
-def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[RankRecord]) -> None:
+def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[RankRecord]) -> list[Untrusted]:
     """On rank 0: what is not tensors, and then all of it under its name."""
     index = directories.SafeReader(temporary).read_metadata()
     lost = sorted({info.relative_path for info in index.storage_data.values()} - {p.name for p in temporary.iterdir()})
@@ -138,9 +143,11 @@ def _publish(temporary: Path, target: Path, snapshot: Snapshot, everyone: list[R
             "0; all nodes must share the folder"
         )
     entry = snapshot.run.entry(everyone, sorted(index.state_dict_metadata))
-    torch.save(snapshot.checkpoint | {KEY: entry}, temporary / META)
+    whole = snapshot.checkpoint | {KEY: entry}
+    torch.save(whole, temporary / META)
     write_json(temporary / MANIFEST, snapshot.manifest)
     publish(temporary, target)
+    return untrusted(whole)
 
 
 def share(target: Any, action: Callable[[], Any], axis: Axis) -> Any:

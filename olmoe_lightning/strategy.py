@@ -398,7 +398,8 @@ class MoEStrategy(ParallelStrategy):
         if self._fitting:
             self._patches.after_gradient_hooks(self._module, self._step.end_hooks)
         if self._fitting and self.sharded is not None:
-            self._patches.after_swaps([self.sharded.optimizer, self._module.optimizers()], self.sharded.publish)
+            optimizers = [self.sharded.optimizer, self._module.optimizers()]
+            self._patches.around_swaps(optimizers, self._settle, self.sharded.publish)
         self._patches.step_lr_schedules(self._module, self._advances)
         for callback in trainer.checkpoint_callbacks if self.async_save else ():
             self._patches.count_as_existing(callback, self._is_queued)
@@ -769,10 +770,14 @@ class MoEStrategy(ParallelStrategy):
 
     def _synchronise(self) -> None:
         """Wait for copies and weights that are on their way, and make buffers equal."""
-        self.finish_copy()
-        self.wait_for_weights()
+        self._settle()
         if self.lightning_module is not None:
             self.ownership().equalise_buffers(self.root_device)
+
+    def _settle(self) -> None:
+        """Wait for copies and weights that are on their way."""
+        self.finish_copy()
+        self.wait_for_weights()
 
     @property
     def _module(self) -> LightningModule:

@@ -89,6 +89,7 @@ class Bucket:
         self.grad_views: list[Tensor] = []
         self.weight_views: list[Tensor] = []
         self.shards: list[Shard] = []
+        self._master_views: list[Tensor] = []
         lower = self.axis.rank * (length // self.axis.size) if self.sharded else 0
         upper = lower + self.masters.numel()
         for start, (_, parameter, index) in zip(self.starts, parameters, strict=True):
@@ -107,6 +108,7 @@ class Bucket:
                     master.copy_(value.reshape(-1)[begin - start : end - start])
                 if not self.sharded or not parameter.ndim:
                     master = master.view(parameter.shape)
+                self._master_views.append(master)
                 self.shards.append(Shard(index, begin - start, end - start, nn.Parameter(master)))
         self.attaches = False
         """Whether something else than the autograd engine adds to gradients, so that no hook collects them."""
@@ -314,6 +316,10 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Send the updated part to the others and start receiving theirs."""
+        for (_, _, _, master), view in zip(self.shards, self._master_views, strict=True):
+            if master.data_ptr() != view.data_ptr():  # the optimizer has put another tensor there
+                view.copy_(master.detach())
+                master.data = view
         if self.masters.dtype != self.weights.dtype:
             self.own(self.weights).copy_(self.masters)
         if self.sharded:

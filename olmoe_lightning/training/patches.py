@@ -48,18 +48,20 @@ class Patches:
 
         self._replace(module, "configure_gradient_clipping", configure_gradient_clipping)
 
-    def after_swaps(self, optimizers: Sequence[Any], then: Callable[[], None]) -> None:
-        """Call something after an optimizer has put other weights at its parameters, for evaluation or for training.
+    def around_swaps(self, optimizers: Sequence[Any], first: Callable[[], None], then: Callable[[], None]) -> None:
+        """Call something before and after an optimizer puts other weights at its parameters, to evaluate or to train.
 
         Args:
             optimizers: the optimizer, and Lightning's wrapper of it, which has the same methods.
-            then: gets the weights to the model.
+            first: returns when the weights may change.
+            then: gets them to the model.
         """
         for optimizer in optimizers:
             for name in ("train", "eval"):
                 if callable(method := getattr(optimizer, name, None)):
 
                     def switch(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> Any:
+                        first()
                         result = method(*args, **kwargs)
                         then()
                         return result

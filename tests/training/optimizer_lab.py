@@ -109,7 +109,7 @@ class Sharpness(_Base):
             parameter.add_(parameter.grad * (self.param_groups[0]["rho"] / norm))
         closure()
         for parameter in parameters:
-            parameter.copy_(self.state[parameter]["old"])
+            parameter.data = self.state[parameter]["old"]  # another tensor in its place, as is often done
         self.base.step()
         return loss
 

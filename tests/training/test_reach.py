@@ -18,6 +18,7 @@ from strategy_lab import (
     quiet,
     same,
     sentences,
+    slow_network,
     state_of,
     trained,
     trained_alone,
@@ -151,13 +152,23 @@ def test_element_wise_ones_may_be_sharded(workers, kind):
     torch.testing.assert_close(ours, alone(kind), **CLOSE)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_a_second_closure_sees_the_weights_that_the_optimizer_has_then(workers, precision):
-    wanted = alone("Extragradient")
+REPLICATED = {"shard_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "strategy"),
+    [
+        ("Extragradient", None, {}),
+        ("Extragradient", "bf16", {}),
+        ("Sharpness", "bf16", REPLICATED),
+    ],
+)
+def test_a_second_closure_sees_the_weights_that_the_optimizer_has_then(workers, kind, precision, strategy):
+    wanted = alone(kind)
     bounds = CLOSE if precision is None else {"rtol": 0.05, "atol": 5e-3}
-    ours, _ = workers(2).run(train, "Extragradient", 4, precision)
+    ours, _ = workers(2).run(train, kind, 4, precision, strategy=strategy)
     torch.testing.assert_close(ours, wanted, **bounds)
-    stale, _ = workers(2).run(train, "Extragradient", 4, precision, True)
+    stale, _ = workers(2).run(train, kind, 4, precision, True, strategy=strategy)
     assert not all(torch.allclose(stale[name], wanted[name], **bounds) for name in wanted)
 
 
@@ -167,7 +178,6 @@ def slow(*kinds):
 
 WHOLE = ("LayerNormed", "Factored", "Adafactor", "Orthogonal", "ClippedAdamW", "GlobalSum", "Sharpness")
 SEARCHES = ("LBFGS", "LBFGS with line search")
-REPLICATED = {"shard_optimizer": False}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +234,34 @@ def test_one_process_refuses_none(kind):
     ours = trained(module, vectors(4), strategy=MoEStrategy(), devices=1)
     wanted = trained_alone(Dense(lambda module: make(kind, module.parameters())), vectors(4), ranks=1)
     torch.testing.assert_close(ours, wanted, **(CLOSE | {"atol": 1e-5}))
+
+
+class Hooked(Joined):
+    """Changes gradients in hooks, of each closure."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(torch.cat(list(batch)) if isinstance(batch, tuple | list) else batch)
+
+    def on_after_backward(self):
+        self.first.weight.grad[:3] = 0
+
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
+def train_hooked(kind, strategy):
+    module = Hooked(lambda module: make(kind, module.parameters()))
+    return trained(module, vectors(8), strategy=MoEStrategy(bucket_megabytes=SMALL_BUCKETS, **strategy))
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("Extragradient", {}), ("Sharpness", REPLICATED)])
+def test_hooks_see_and_change_the_gradients_of_every_closure(workers, kind, strategy):
+    ours, _ = workers(2).run(train_hooked, kind, strategy)
+    module = Hooked(lambda module: make(kind, module.parameters()))
+    batches = list(zip(vectors(8)[::2], vectors(8)[1::2], strict=True))
+    wanted = trained_alone(module, batches, ranks=1)
+    torch.testing.assert_close(ours, wanted, **(CLOSE | {"atol": 2e-6}))
+    torch.testing.assert_close(ours["first.weight"][:3], Dense().first.weight[:3].detach())
 
 
 def test_second_closures_and_accumulated_batches_are_refused(workers):
@@ -292,9 +330,9 @@ class Swapping(Dense):
         self.seen.append(float(self.loss(batch.to(self.first.weight.dtype))))
 
 
-def swap(shard=None, precision=None, devices=2, accumulate=1):
+def swap(shard=None, precision=None, devices=2, accumulate=1, module=None):
     strategy = "auto" if shard is None else MoEStrategy(shard_optimizer=shard, bucket_megabytes=SMALL_BUCKETS)
-    module = Swapping()
+    module = module or Swapping()
     options = {"devices": devices, "accumulate_grad_batches": accumulate, "val_check_interval": 2 * accumulate}
     plugins = [BF16Precision()] if precision == "bf16" else None
     trainer = quiet(strategy, plugins=plugins, max_epochs=2, **options)
@@ -311,6 +349,23 @@ def test_validation_sees_swapped_weights(workers, shard, precision):
     assert ours == pytest.approx(seen[::2], rel=1e-5 if precision is None else 0.05)
     bounds = CLOSE if precision is None else {"rtol": 0.05, "atol": 0.02}
     torch.testing.assert_close(state, wanted, **bounds)
+
+
+class SwappingEarly(Swapping):
+    """Says that it waits for no weights."""
+
+    reads_weights_between_steps = False
+
+
+def swap_early():
+    with slow_network():
+        return swap(True, module=SwappingEarly())
+
+
+def test_weights_have_arrived_before_they_are_swapped(workers):
+    (ours, _), _ = workers(2).run(swap_early)
+    seen, _ = swap(devices=1, accumulate=2)
+    assert ours == pytest.approx(seen[::2], rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------- experts and stages

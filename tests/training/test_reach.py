@@ -228,7 +228,7 @@ def test_lists_of_an_optimizers_own_are_refused_by_name(workers, strategy):
         assert "OwnLists keeps parameters in OwnLists.everything, beside its param_groups" in message
 
 
-@pytest.mark.parametrize("kind", ["Sharpness", "OwnLists", *slow(*WHOLE[:-1], "LBFGS")])
+@pytest.mark.parametrize("kind", ["Sharpness", "OwnLists", "Langevin", *slow(*WHOLE[:-1], "LBFGS")])
 def test_one_process_refuses_none(kind):
     module = Dense(lambda module: make(kind, module.parameters()))
     ours = trained(module, vectors(4), strategy=MoEStrategy(), devices=1)
@@ -443,7 +443,8 @@ def resume(kind, folder, strategy):
     return whole, state_of(second)
 
 
-@pytest.mark.parametrize("kind", ["Factored", "LBFGS", *slow("Sharpness", "GlobalSum")])
+@pytest.mark.parametrize("kind", ["Factored", "LBFGS", "ScheduleFreeDense", *slow("Sharpness", "GlobalSum")])
 def test_a_resumed_run_goes_on(workers, tmp_path, kind):
-    whole, resumed = workers(2).run(resume, kind, tmp_path, REPLICATED)[0]
+    strategy = {"bucket_megabytes": SMALL_BUCKETS} if kind == "ScheduleFreeDense" else REPLICATED
+    whole, resumed = workers(2).run(resume, kind, tmp_path, strategy)[0]
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from olmoe_lightning.checkpoint.directory import INDEX, CorruptCheckpoint, Range, SafeReader, differences, load
 from olmoe_lightning.checkpoint.record import FORMAT
-from olmoe_lightning.checkpoint.trust import advice, names_in
+from olmoe_lightning.checkpoint.trust import refusal
 from olmoe_lightning.errors import reason, shortened
 from olmoe_lightning.parallel.layout import flattened, is_dense, lies_flat, write
 
@@ -53,11 +53,8 @@ def read_meta(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
     except Exception as error:
-        if names := names_in(path / META):
-            raise CorruptCheckpoint(
-                f"{path} holds objects that are not loaded without trust, of {', '.join(names)}; {advice(names)}"
-            ) from error
-        raise CorruptCheckpoint(f"{path / META} is damaged, or not loaded without trust ({reason(error)})") from error
+        damage = f"{path / META} is damaged, or not loaded without trust ({reason(error)})"
+        raise CorruptCheckpoint(refusal(path / META, path) or damage) from error
     if not isinstance(meta, dict) or not isinstance(meta.get(KEY), dict):
         raise CorruptCheckpoint(f"{path / META} has no entry {KEY!r}: it was not written by MoEStrategy")
     found = meta[KEY].get("format")

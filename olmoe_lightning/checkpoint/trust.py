@@ -50,6 +50,19 @@ def names_in(file: Path) -> list[str]:
         return []
 
 
+def refusal(file: Path, checkpoint: Path) -> str:
+    """Why a file was not loaded, if it is because of trust; else empty.
+
+    Args:
+        file: that ``torch.load`` refused.
+        checkpoint: what the sentence speaks of.
+    """
+    names = names_in(file)
+    if not names:
+        return ""
+    return f"{checkpoint} holds objects that are not loaded without trust, of {', '.join(names)}; {advice(names)}"
+
+
 def advice(names: list[str]) -> str:
     """What to do about them; without names there is one way only."""
     trust = (

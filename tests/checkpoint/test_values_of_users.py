@@ -15,9 +15,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from test_odd_state import Plain, data
+from tiny_model import SMALL
+from torch.utils.data import DataLoader
 
-from olmoe_lightning import MoEStrategy
+from olmoe_lightning import MoEStrategy, OLMoE
+from olmoe_lightning.checkpoint import convert
 from olmoe_lightning.checkpoint.trust import untrusted
+from olmoe_lightning.cli import main
 
 
 class Color(enum.Enum):
@@ -62,6 +66,11 @@ PLAIN = {
     "ordered": collections.OrderedDict(a=1),
     "tensors": [torch.ones(2, dtype=torch.uint16), torch.eye(2).to_sparse()],
 }
+
+
+def sentences(count):
+    tokens = torch.arange(17 * count).view(count, 1, 17) % 64
+    return [{"input_ids": row[:, :-1], "labels": row[:, 1:]} for row in tokens]
 
 
 class Remembers(Callback):
@@ -258,3 +267,26 @@ def test_the_innermost_values_are_found():
 
 def test_what_cannot_be_written_is_no_matter_of_trust():
     assert untrusted({"a": lambda: 1}) == []
+
+
+class Colored(OLMoE):
+    def __init__(self, *args, color=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.save_hyperparameters({"color": color})
+        self.color = color
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_modules_and_conversions_say_what_they_do_not_load_and_load_it_with_trust(tmp_path, kind, capsys):
+    path = tmp_path / "a.ckpt"
+    run = trainer(kind)
+    run.fit(Colored(SMALL, color=Color.RED), DataLoader(sentences(1), batch_size=None))
+    run.save_checkpoint(path)
+    with pytest.raises(Exception, match="Color"):
+        Colored.load_from_checkpoint(path)
+    assert Colored.load_from_checkpoint(path, weights_only=False).color is Color.RED
+    assert main(["convert", "--from-native", str(path), "--to-native", str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} holds objects that are not loaded without trust, of {__name__}.Color; give weights_only" in said
+    with torch.serialization.safe_globals([Color]):
+        convert(from_native=str(path), to_native=str(tmp_path / "b"))

@@ -24,6 +24,7 @@ from olmoe_lightning.checkpoint.foreign.hf_layout import HFTensor, Shape, hf_fus
 from olmoe_lightning.checkpoint.foreign.safetensors_dir import SafetensorsReader, TensorInfo
 from olmoe_lightning.checkpoint.foreign.sharded_dir import ShardedStore
 from olmoe_lightning.checkpoint.meta import is_sharded, read_meta
+from olmoe_lightning.checkpoint.trust import refusal
 from olmoe_lightning.config import ModelConfig
 from olmoe_lightning.errors import MissingFileError, UserError, reason, shortened
 
@@ -305,9 +306,8 @@ def _open_ckpt(path: Path) -> Source:
         # Mapped: optimizer states and all else that is not asked for stay on the disk.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(
-            f"{path} is not a checkpoint of Lightning's that can be read safely: {reason(error)}"
-        ) from error
+        damage = f"{path} is not a checkpoint of Lightning's that can be read safely: {reason(error)}"
+        raise UserError(refusal(path, path) or damage) from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UserError(f"{path} is not a checkpoint of OLMoE: it lacks state_dict or hyper_parameters['config']")
     config = _trained_config(path, checkpoint)

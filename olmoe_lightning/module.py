@@ -423,6 +423,8 @@ class OLMoE(LightningModule):
             estimate = self.trainer.estimated_stepping_batches
             total = int(estimate) if math.isfinite(estimate) else None
         warmup = self._warmup_steps()
+        if total is not None and total < 1 and self.schedule_steps is None:
+            total = max(1, warmup)  # no step is going to be taken, as with max_steps=0
         if self.trainer.fast_dev_run and total is not None:  # type: ignore[attr-defined]
             total = max(total, warmup)  # a trial of a few steps is no reason to refuse the warm-up of the real run
         return make_lr_schedule(self.schedule, warmup, total, self.min_lr_ratio, self.decay_fraction)

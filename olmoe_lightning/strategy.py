@@ -7,7 +7,7 @@ state; the file computes nothing itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -363,33 +363,37 @@ class MoEStrategy(ParallelStrategy):
         refuse_dtypes(optimizer, ownership)
         ownership.refuse_two_owners()
         views = ownership.views_of_trained()
-        sharded = ShardedOptimizer(
-            optimizer,
-            ownership,
-            shard=self.shard_optimizer,
-            overlap_reduce=self.overlap_grad_reduce,
-            values=self._exact.take(trained),
-            bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
-            attach_grads=self._pipeline.splits_backward,
-        )
-        refuse_groups_of_processes(sharded)
-        hooks, names = None, gradient_hooks(trainer, module)
-        if names:
-            keeps = "on_before_zero_grad" in names and self.pipeline is not None
-            hooks = GradientHooks(ShownGradients(sharded), lambda: trainer.accumulate_grad_batches, keeps)
-        views.follow()
-        run = Run(
-            sharded,
-            WeightWaits(module, sharded.bucket_of()),
-            gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
-            max_norm=partial(fused_max_norm, trainer, module),
-            hooks=hooks,
-            third_parties=sets_weights(trainer, module),
-            before_update=self.finish_copy,
-            global_step=lambda: trainer.global_step,
-            noted=self._signals.noted,
-        )
-        self._step.begin_run(run)
+        with self._exact.handing_over(trained) as values, ExitStack() as undo:
+            sharded = ShardedOptimizer(
+                optimizer,
+                ownership,
+                shard=self.shard_optimizer,
+                overlap_reduce=self.overlap_grad_reduce,
+                values=values,
+                bucket_elements=int(self.bucket_megabytes * 2**20 / 4),
+                attach_grads=self._pipeline.splits_backward,
+            )
+            undo.callback(sharded.close, connected=False, widen=bool(values))
+            refuse_groups_of_processes(sharded)
+            hooks, names = None, gradient_hooks(trainer, module)
+            if names:
+                keeps = "on_before_zero_grad" in names and self.pipeline is not None
+                hooks = GradientHooks(ShownGradients(sharded), lambda: trainer.accumulate_grad_batches, keeps)
+            views.follow()
+            run = Run(
+                sharded,
+                WeightWaits(module, sharded.bucket_of()),
+                views,
+                gather_at_once=not self.overlap_param_gather or reads_weights_between_steps(trainer, module),
+                max_norm=partial(fused_max_norm, trainer, module),
+                hooks=hooks,
+                third_parties=sets_weights(trainer, module),
+                before_update=self.finish_copy,
+                global_step=lambda: trainer.global_step,
+                noted=self._signals.noted,
+            )
+            self._step.begin_run(run)
+            undo.pop_all()
         self._first_batch = FirstBatch(module, trained, self.mesh.world)
 
     def _patch(self, trainer: Trainer) -> None:
@@ -681,7 +685,7 @@ class MoEStrategy(ParallelStrategy):
             self._lightning_module = None  # building it failed, and Lightning could not move it to the CPU
         narrow = weight_dtype(self.precision_plugin) is not None
         self._step.close_run(interrupted, restore_masters=narrow)
-        self._exact.close(module, restore=narrow and not interrupted)
+        self._exact.close(module, restore=narrow)
         self._saver.close(interrupted)
         self._experts.close(module)
         super().teardown()

@@ -182,3 +182,14 @@ def test_warmup_in_tokens_needs_to_know_the_tokens_of_a_step(small_config, small
     data.setup()
     with pytest.raises(ValueError, match="needs a data module with batch_size and seq_len"):
         quiet_trainer().fit(OLMoE(small_config, warmup_tokens=100), data.train_dataloader())
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 0}, {"max_epochs": 0}, {"limit_train_batches": 0, "max_epochs": 1}])
+def test_a_fit_without_a_step_ends_at_once_whatever_the_schedule(limits, small_config, small_data, quiet_trainer):
+    module = OLMoE(small_config, warmup_steps=3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = quiet_trainer(**limits)
+    trainer.fit(module, small_data())
+    assert trainer.global_step == 0
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name

@@ -329,6 +329,30 @@ class Bucket:
         """Wait until the weights are those of after the step."""
         self._gather.wait()
 
+    def release(self, connected: bool, widen: bool) -> None:
+        """Give each parameter memory of its own, and nothing of this bucket.
+
+        Args:
+            connected: the other processes answer, and this is collective.
+            widen: let parameters narrower than their masters be fp32, exact where nothing else was set at them.
+        """
+        exact = None
+        if widen and self.masters.dtype != self.weights.dtype:
+            exact = self.weights.float()
+            self.own(exact).copy_(self.masters)
+            if self.sharded and connected:
+                all_gather(self.axis, exact).wait()
+        for position, (start, (_, parameter, _)) in enumerate(zip(self.starts, self.parameters, strict=True)):
+            if parameter.grad is not None and parameter.grad.data_ptr() == self.grad_views[position].data_ptr():
+                parameter.grad = None
+            view, value = self.weight_views[position], parameter.detach()
+            if exact is not None and value.shape == view.shape:
+                parameter.data = adopted(value, exact[start : start + view.numel()].view(view.shape))
+            elif value.data_ptr() == view.data_ptr():
+                parameter.data = value.clone()
+            if parameter.grad is None:
+                parameter.grad_dtype = parameter.dtype
+
 
 def adopted(weights: Tensor, exact: Tensor, out: Tensor | None = None) -> Tensor:
     """fp32 values of weights: the exact ones where the weights are their rounded values, else what was set there.

@@ -38,7 +38,6 @@ from olmoe_lightning.parallel.buffers import (
     make_buckets,
     stays,
 )
-from olmoe_lightning.parallel.collectives import all_gather
 from olmoe_lightning.parallel.elementwise import refuse_reach, refuse_references
 from olmoe_lightning.parallel.grad_norm import LEAST_SQUARES, clip_coefficient, factors
 from olmoe_lightning.parallel.ownership import Ownership
@@ -423,27 +422,22 @@ class ShardedOptimizer:
         flat = flat.view(master.shape)
         return master if torch.equal(flat, master.to(flat.dtype)) else adopted(flat, master)
 
-    def local_masters(self) -> dict[nn.Parameter, Tensor]:
-        """fp32 values of the parameters that are held in a narrower dtype, whole on each process; collective."""
-        values: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.buckets:
-            if bucket.weights.dtype == torch.float32:
-                continue
-            flat = torch.empty(bucket.weights.shape, dtype=torch.float32, device=bucket.weights.device)
-            bucket.own(flat).copy_(bucket.masters)
-            if bucket.sharded:
-                all_gather(bucket.axis, flat).wait()
-            for start, (_, parameter, _) in zip(bucket.starts, bucket.parameters, strict=True):
-                values[parameter] = flat[start : start + parameter.numel()].view(parameter.shape)
-        return values
+    def close(self, connected: bool = True, widen: bool = False) -> None:
+        """Let the module have its parameters back: in memory of their own, and without hooks.
 
-    def close(self) -> None:
-        """Take the hooks off the parameters, which are on their own from now on."""
+        Args:
+            connected: the other processes answer, and this is collective; else what they update stays as it came with
+                the last weights.
+            widen: let parameters narrower than their masters be fp32, with the masters' values.
+        """
         self.closed = True
-        self.finish_gather()
         for _, _, handle in self._hooks:
             handle.remove()
         self._hooks = []
+        if connected:
+            self.finish_gather()
+        for bucket in self.buckets:
+            bucket.release(connected, widen)
 
     def load_state(self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer its state, as its own ``load_state_dict`` takes it.

@@ -22,15 +22,23 @@ class ExactValues:
         """Inside, tensors of the module are narrowed in place."""
         parameters = {parameter: parameter.data for parameter in module.parameters()}
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        yield
-        self._parameters = {p: value for p, value in parameters.items() if p.dtype != value.dtype}
-        now = dict(module.named_buffers(remove_duplicate=False))
-        self._buffers = {name: value for name, value in buffers.items() if now[name].dtype != value.dtype}
+        try:
+            yield
+        finally:
+            self._parameters = {p: value for p, value in parameters.items() if p.dtype != value.dtype}
+            now = dict(module.named_buffers(remove_duplicate=False))
+            self._buffers = {name: value for name, value in buffers.items() if now[name].dtype != value.dtype}
 
-    def take(self, trained: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The values of parameters that get masters, which keep them from now on."""
+    @contextmanager
+    def handing_over(self, trained: Iterable[nn.Parameter]) -> Generator[dict[nn.Parameter, Tensor], None, None]:
+        """The values of parameters that get masters inside, which keep them from then on; unless an error comes."""
         found = {parameter: self._parameters.pop(parameter, None) for parameter in trained}
-        return {parameter: value for parameter, value in found.items() if value is not None}
+        values = {parameter: value for parameter, value in found.items() if value is not None}
+        try:
+            yield dict(values)
+        except BaseException:
+            self._parameters |= values
+            raise
 
     def keep_on_host(self) -> None:
         """Move what is left to where it takes no memory of the device."""

@@ -17,16 +17,19 @@ from lightning.pytorch.plugins.precision import Precision
 
 from olmoe_lightning._lightning import REQUEUE_HANDLER, SIGTERM_BROADCAST, SIGTERM_HANDLER, signal_connector_of
 
+_OF_CLASS = object()
+"""In the place of a method that the instance had not replaced itself."""
+
 
 class Patches:
     """Replaced methods: set on the instance, not on its class."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name, _OF_CLASS)))
         setattr(owner, name, method)
-        self._replaced.append((owner, name))
 
     def clip(self, precision: Precision, by_norm: Callable[..., None], by_value: Callable[..., None]) -> None:
         """``Trainer(gradient_clip_val=...)`` ends in these two, of stock and custom plugins alike."""
@@ -141,6 +144,9 @@ class Patches:
 
     def undo(self) -> None:
         """Give all methods back."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+        for owner, name, before in reversed(self._replaced):
+            if before is _OF_CLASS:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)
         self._replaced = []

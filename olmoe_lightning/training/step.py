@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from olmoe_lightning._torch import foreach_mul_
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.parallel.grad_norm import clip_coefficient, factors
+from olmoe_lightning.parallel.layout import Views
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer, StepResult
 from olmoe_lightning.parallel.weight_waits import WeightWaits
 from olmoe_lightning.training.gradient_hooks import GradientHooks
@@ -41,6 +42,7 @@ class Run:
     Args:
         sharded: the optimizer's mechanics.
         waits: weights that may arrive during the next forward pass.
+        views: tensors of the module that look at the memory of parameters.
         gather_at_once: weights must be there when the step ends, because something may read them before that.
         max_norm: the norm to clip to in the same multiplication as the division, ``None`` where something looks at the
             gradients in between; asked at each step.
@@ -53,6 +55,7 @@ class Run:
 
     sharded: ShardedOptimizer
     waits: WeightWaits
+    views: Views
     gather_at_once: bool
     max_norm: Callable[[], float | None]
     hooks: GradientHooks | None
@@ -110,7 +113,7 @@ class OptimizerStep:
         self._open, self._loss = False, None
 
     def close_run(self, interrupted: bool = False, restore_masters: bool = False) -> None:
-        """The fit is over; the optimizer can still be saved.
+        """The fit is over; the optimizer can still be saved, and the module's parameters are on their own.
 
         Args:
             interrupted: the others may be gone, so that nothing can be waited for.
@@ -122,13 +125,8 @@ class OptimizerStep:
         self.run.waits.close()
         if self.run.hooks is not None:
             self.run.hooks.close()
-        if interrupted:
-            return
-        if restore_masters:
-            self.run.sharded.adopt_weights()
-        for parameter, value in self.run.sharded.local_masters().items() if restore_masters else ():
-            parameter.data = value
-        self.run.sharded.close()
+        self.run.sharded.close(not interrupted, restore_masters)
+        self.run.views.follow()
 
     def forget_run(self) -> None:
         """Give its optimizer up."""

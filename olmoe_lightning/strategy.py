@@ -666,6 +666,7 @@ class MoEStrategy(ParallelStrategy):
         self._experts.report_drops(self.mesh)
         self._synchronise()
         self.finish_saves()
+        self._saver.end_background()
         self._act(self._agree())
 
     @override

@@ -73,6 +73,7 @@ class Saver:
         self._buffers = CopyBuffers()
         self._copy: Copy | None = None  # the last one
         self._last_failed = False
+        self._background_open = False  # from the start of a run to the moment at which saves are waited for last
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None
         self._untrusted: set[str] = set()  # where in checkpoints of this run there is what is not loaded without trust
@@ -144,6 +145,11 @@ class Saver:
         self._mesh, self._device, self._timeout = mesh, device, timeout
         self._manifest = None
         self._untrusted = set()
+        self._background_open = True
+
+    def end_background(self) -> None:
+        """From here to the start of the next run saves are written at once: nothing would wait for later ones."""
+        self._background_open = False
 
     def _background_axis(self) -> Axis:
         """All processes, in a group of their own: training goes on in the others'; collective when it is made."""
@@ -155,6 +161,7 @@ class Saver:
 
     def close(self, interrupted: bool) -> None:
         """At the end of a run; one that was interrupted does not wait long for partners that may be gone."""
+        self.end_background()
         self.finish_copy()
         self._copy = None
         queue, self._queue = self._queue, None
@@ -224,7 +231,7 @@ class Saver:
                 f"a sharded checkpoint needs a folder that all processes share, not {path} with storage_options "
                 f"{storage_options}; take such a folder, or MoEStrategy(state_dict_type='full')"
             )
-        if self.async_save and run.fitting:
+        if self.async_save and run.fitting and self._background_open:
             self.raise_failed()
             self._save_later(Path(path), self._snapshot(checkpoint, run))
             return

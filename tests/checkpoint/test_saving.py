@@ -427,6 +427,33 @@ def test_training_goes_on_during_saves_and_its_end_waits_for_them(workers, tmp_p
         assert seen == {"held": [], "at the end": ["1.ckpt", "2.ckpt"], "after": True}
 
 
+LATE = ("on_train_end", "on_fit_end", "teardown")
+
+
+def save_late(folder, hook):
+    """A save in the background is asked for in a hook behind which little or nothing comes."""
+
+    class Late(Callback):
+        pass
+
+    def save(_, trainer, *__, **___):
+        trainer.save_checkpoint(folder / f"{hook}.ckpt")
+
+    setattr(Late, hook, save)
+    strategy = MoEStrategy(async_save=True)
+    fit(strategy, Late(), steps=2)
+    path = folder / f"{hook}.ckpt" / "meta.pt"
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "checkpoints"]
+    return path.exists(), threads
+
+
+@pytest.mark.parametrize("hook", LATE)
+def test_a_save_in_the_background_is_complete_in_late_hooks(workers, tmp_path, hook):
+    for seen in workers(2).run(save_late, tmp_path, hook):
+        assert seen == (True, [])
+    everything(tmp_path / f"{hook}.ckpt")
+
+
 def fail_on_one_rank_late(folder):
     """Both learn that the first save has failed, the second rank half a second after the first."""
 

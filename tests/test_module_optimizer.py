@@ -187,6 +187,7 @@ def test_warmup_in_tokens_needs_to_know_the_tokens_of_a_step(small_config, small
 @pytest.mark.parametrize("limits", [{"max_steps": 0}, {"max_epochs": 0}, {"limit_train_batches": 0, "max_epochs": 1}])
 def test_a_fit_without_a_step_ends_at_once_whatever_the_schedule(limits, small_config, small_data, quiet_trainer):
     module = OLMoE(small_config, warmup_steps=3)
+    module.built()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer = quiet_trainer(**limits)
     trainer.fit(module, small_data())

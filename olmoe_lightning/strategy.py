@@ -405,8 +405,11 @@ class MoEStrategy(ParallelStrategy):
             optimizers = [self.sharded.optimizer, self._module.optimizers()]
             self._patches.around_swaps(optimizers, self._settle, self.sharded.publish)
         self._patches.step_lr_schedules(self._module, self._advances)
-        for callback in trainer.checkpoint_callbacks if self.async_save else ():
-            self._patches.count_as_existing(callback, self._is_queued)
+        for callback in trainer.checkpoint_callbacks:
+            if self.async_save:
+                self._patches.count_as_existing(callback, self._is_queued)
+            if self._fitting:
+                self._patches.around_saves(callback, self._saver.call_hook)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if self._fitting and isinstance(callback, LearningRateFinder):
                 self._patches.around_lr_find(callback, partial(self._find_rate, callback))

@@ -12,13 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 
 from olmoe_lightning._lightning import REQUEUE_HANDLER, SIGTERM_BROADCAST, SIGTERM_HANDLER, signal_connector_of
 
 _OF_CLASS = object()
 """In the place of a method that the instance had not replaced itself."""
+_SAVING_HOOKS = (
+    "on_train_start",
+    "on_train_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_exception",
+)
 
 
 class Patches:
@@ -102,6 +111,21 @@ class Patches:
             return bool(exists(callback, filepath, trainer)) or queued
 
         self._replace(callback, "file_exists", file_exists)
+
+    def around_saves(self, callback: Checkpoint, around: Callable[[Checkpoint, Callable[[], None]], None]) -> None:
+        """Let something call the hooks in which a checkpoint callback saves.
+
+        Args:
+            callback: any checkpoint callback.
+            around: calls the hook that it is given.
+        """
+        for name in _SAVING_HOOKS:
+            hook = getattr(callback, name)
+
+            def called(*args: Any, hook: Callable[..., None] = hook, **kwargs: Any) -> None:
+                around(callback, lambda: hook(*args, **kwargs))
+
+            self._replace(callback, name, called)
 
     def handle_signals(
         self, trainer: Trainer, stop: Callable[[int, Any], None], requeue: Callable[[int, Any], None]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from olmoe_lightning._lightning import loader_states
@@ -28,6 +29,7 @@ from olmoe_lightning.checkpoint.trust import Untrusted, advice, names_of, untrus
 from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.mesh import Axis, Mesh
 from olmoe_lightning.parallel.ownership import Ownership
+from olmoe_lightning.training.named_saves import NamedSaves
 from olmoe_lightning.training.snapshot import (
     MANIFEST,
     SavedRun,
@@ -77,6 +79,7 @@ class Saver:
         self._cleaned: set[Path] = set()  # folders without left-overs of killed saves
         self._manifest: dict[str, Any] | None = None
         self._untrusted: set[str] = set()  # where in checkpoints of this run there is what is not loaded without trust
+        self._named = NamedSaves()
 
     def _check(self) -> None:
         for name, value, allowed in (
@@ -170,6 +173,14 @@ class Saver:
             for error in queue.report(queue.ended):
                 log.error(f"{self._mesh}: {error}")
         self._buffers.clear()
+        self._named.clear()
+        axis, self._axis = self._axis, None
+        if axis is not None and axis.group is not None and not interrupted:
+            dist.destroy_process_group(axis.group)
+
+    def call_hook(self, callback: Checkpoint, hook: Callable[[], None]) -> None:
+        """Call a hook of a checkpoint callback; a save that fails in it is not what the callback calls best or last."""
+        self._named.watch(callback, hook, self._report)
 
     def is_queued(self, path: Any) -> bool:
         """Whether a save of this name is under way in the background."""
@@ -211,7 +222,7 @@ class Saver:
             self._last_failed = False
             self._warn_untrusted(path, found)
         except SaveError as error:
-            self._report(error)
+            self._end_hook(error)
 
     def save_directory(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, run: SavedRun) -> None:
         """A directory, by all processes; now, or in the background if there will be an end to wait for; collective.
@@ -240,7 +251,7 @@ class Saver:
         try:
             self._write(Path(path), self._snapshot(checkpoint, run), self._mesh.world)
         except SaveError as error:
-            self._report(error)
+            self._end_hook(error)
 
     def _snapshot(self, checkpoint: dict[str, Any], run: SavedRun) -> Snapshot:
         state, sharded, ownership = run.state, run.state.sharded, run.state.ownership
@@ -301,6 +312,7 @@ class Saver:
             ]
             write = partial(self._write, target, snapshot, self._background_axis(), self._copy)
             queue.add_save(write, str(target), partial(self._buffers.give_back, values))
+            self._named.queue(target)
         except BaseException:
             queue.release()
             raise
@@ -313,7 +325,11 @@ class Saver:
     def _write(self, target: Path, snapshot: Snapshot, axis: Axis, copying: Copy | None = None) -> None:
         """On all processes, in this thread or another; until it has succeeded, nothing that it replaces is removed."""
         self._last_failed = True
-        found = write_snapshot(snapshot, target, axis, self._clean, copying)
+        try:
+            found = write_snapshot(snapshot, target, axis, self._clean, copying)
+        except SaveError as error:
+            error.path = str(target)
+            raise
         self._last_failed = False
         self._warn_untrusted(target, found)
 
@@ -350,6 +366,12 @@ class Saver:
             raise error
         rank_zero_warn(f"{error}. Training goes on.")
 
+    def _end_hook(self, error: SaveError) -> None:
+        """Leave the hook of a checkpoint callback, which is to remember nothing of it; else report the error here."""
+        if self._named.watching:
+            raise error
+        self._report(error)
+
     def raise_failed(self) -> None:
         """Report saves in the background that have failed meanwhile; all processes at the same step; collective.
 
@@ -361,6 +383,9 @@ class Saver:
             return
         ended = torch.tensor(queue.ended, device=self._device)
         errors = queue.report(int(self._mesh.world.all_reduce(ended, dist.ReduceOp.MIN)))
+        for error in errors:
+            if isinstance(error, SaveError):
+                self._named.forget(error.path)
         for error in errors[1:]:
             log.error(f"{self._mesh}: {error}")
         if errors and isinstance(errors[0], SaveError):

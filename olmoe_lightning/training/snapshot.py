@@ -32,6 +32,9 @@ _SLICE = 2**20
 class SaveError(RuntimeError):
     """A checkpoint was not written; what was there before is untouched. The same on all processes."""
 
+    path = ""
+    """Of the checkpoint, where it was written in the background."""
+
 
 @dataclass(frozen=True)
 class SavedRun:

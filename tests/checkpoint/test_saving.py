@@ -222,7 +222,7 @@ def test_a_failed_save_is_one_error_on_all_ranks_or_a_warning_and_leaves_nothing
 def keep(folder, background, failing):
     class Sometimes(FullDisk):
         def _write(self, target, *rest):
-            full = any(f"step={step}." in target.name for step in failing)
+            full = any(f"step={step}." in target.name or f"{step}.ckpt" == target.name for step in failing)
             self.bytes_left = 0 if full else 10**9
             super()._write(target, *rest)
 
@@ -244,21 +244,46 @@ def keep(folder, background, failing):
 
     strategy = Sometimes(expert_parallel_size=2, async_save=background, on_save_error="warn")
     fit(strategy, Grades(), callback, steps=5)
-    return os.path.basename(callback.best_model_path)
+    best, last = os.path.basename(callback.best_model_path), os.path.basename(callback.last_model_path)
+    return best, sorted(os.path.basename(path) for path in callback.best_k_models), last
 
 
 @MODES
 def test_the_best_two_and_the_last_are_kept(workers, tmp_path, background):
-    assert workers(2).run(keep, tmp_path, background, ()) == ["step=2.ckpt"] * 2
+    assert (
+        workers(2).run(keep, tmp_path, background, ())
+        == [("step=2.ckpt", ["step=2.ckpt", "step=4.ckpt"], "last.ckpt")] * 2
+    )
     assert names(tmp_path) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert [everything(tmp_path / name)[2]["global_step"] for name in names(tmp_path)] == [5, 2, 4]
 
 
 @MODES
 def test_an_old_one_stays_when_the_one_that_was_to_replace_it_cannot_be_written(workers, tmp_path, background):
-    workers(2).run(keep, tmp_path, background, (4,))
-    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]  # step=4 was better than step=3
-    assert [everything(tmp_path / name)[2]["global_step"] for name in names(tmp_path)] == [5, 2, 3]
+    kept = workers(2).run(keep, tmp_path, background, (4,))
+    assert kept[0] == kept[1]
+    best, two, last = kept[0]
+    # step=4 was better than step=3, and step=5, too, is, if it is known by then that there is no step=4.
+    assert two in (["step=2.ckpt", "step=3.ckpt"], ["step=2.ckpt", "step=5.ckpt"])
+    assert (best, last) == ("step=2.ckpt", "last.ckpt")
+    assert names(tmp_path) == [last, *two]
+    assert [everything(tmp_path / name)[2]["global_step"] for name in names(tmp_path)] == [5, *(int(n[5]) for n in two)]
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((2,), "step=4.ckpt"),
+        ((1, 2, 3, 4, 5), ""),
+        ((1, 2, 3, 4, 5, "last"), ""),
+    ],
+)
+def test_what_was_not_written_is_not_named(workers, tmp_path, background, failing, expected):
+    for best, kept, last in workers(2).run(keep, tmp_path, background, failing):
+        assert best == expected
+        assert set(kept) <= set(names(tmp_path))
+        assert last in ("", *names(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- in the background

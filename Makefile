@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity slow soak exits lint format spell types coverage hooks bench kernels clean
+.PHONY: help train test parity contract slow soak exits lint format spell types coverage hooks bench kernels clean
 
 help:
 	@echo "make train   set up .venv and train the tiny model on real text (examples/quickstart.yaml)"
 	@echo "make test    set up .venv for tests and run them"
 	@echo "make parity  every topology against one process (a part of it is in make test)"
+	@echo "make contract features of Lightning, one by one, against plain Lightning (a part of it is in make test)"
 	@echo "make slow    tests of the commands that take long (benchmarks)"
 	@echo "make soak    kill training 50 times while it saves, and count what survives"
 	@echo "make exits   100 short runs of every pipeline schedule and launcher: does each end cleanly? (an hour)"
@@ -38,6 +39,9 @@ coverage: $(VENV)/.installed-test
 
 parity: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parity tests/checkpoint -m "parity or not parity and not slow"
+
+contract: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/lightning_contract -v -m "contract or not contract"
 
 slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

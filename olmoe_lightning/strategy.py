@@ -548,8 +548,9 @@ class MoEStrategy(ParallelStrategy):
             result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self._step.after_update()
         if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
-            self._module.log("grad_norm", self.grad_norm)
-            self._module.log("skipped_steps", float(self.skipped_steps))
+            # Of one step, whatever the batch: Lightning looks for its size otherwise, and `dataloader_iter` shows it none.
+            self._module.log("grad_norm", self.grad_norm, batch_size=1)
+            self._module.log("skipped_steps", float(self.skipped_steps), batch_size=1)
         return result
 
     @override

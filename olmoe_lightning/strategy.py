@@ -62,6 +62,7 @@ from olmoe_lightning.training.checks import (
     refuse_callbacks,
     refuse_dtypes,
     refuse_manual_optimization,
+    refuse_own_backward,
     refuse_scaler,
     sets_weights,
 )
@@ -287,6 +288,8 @@ class MoEStrategy(ParallelStrategy):
         self._pipeline.plan(model)
         self._experts.check(model, self.expert_parallel_size, self.root_device)
         refuse_manual_optimization(model)
+        if self.pipeline_parallel_size > 1:
+            refuse_own_backward(model)
 
     @override
     def setup_environment(self) -> None:
@@ -548,7 +551,7 @@ class MoEStrategy(ParallelStrategy):
             result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self._step.after_update()
         if self.log_grad_norm and self.sharded is not None and self.grad_norm is not None:
-            # Of one step, whatever the batch: Lightning looks for its size otherwise, and `dataloader_iter` shows it none.
+            # Of a step, whatever the batch: Lightning looks for its size otherwise, and `dataloader_iter` shows none.
             self._module.log("grad_norm", self.grad_norm, batch_size=1)
             self._module.log("skipped_steps", float(self.skipped_steps), batch_size=1)
         return result
@@ -593,13 +596,15 @@ class MoEStrategy(ParallelStrategy):
             return pipeline.evaluate(first, batch)
         self._step.begin_pipeline()
         sums = pipeline.train(first, batch)
-        self._step.end_pipeline()
+        self._step.end_pipeline(sums["loss"])
         return sums
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagate the sum over tokens; the division comes once, at the end of the step."""
         if not self._step.begin_backward():
+            if self.pipeline is not None:  # without an optimizer
+                return closure_loss
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.precision_plugin.pre_backward(closure_loss, self._module)
         loss = self._step.take_loss()

@@ -51,6 +51,19 @@ def refuse_manual_optimization(module: LightningModule) -> None:
         )
 
 
+def refuse_own_backward(module: LightningModule) -> None:
+    """Stop at a module whose ``backward`` would not be called.
+
+    Raises:
+        MisconfigurationException: it overrides it.
+    """
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"{type(module).__name__} overrides backward, but a pipeline makes gradients in pipeline_step and calls no "
+            "backward of a module; scale the loss in pipeline_loss, or set pipeline_parallel_size=1"
+        )
+
+
 def refuse_scaler(precision: Precision) -> None:
     """Stop at a precision whose scaler decides on each process for itself.
 

@@ -6,6 +6,7 @@ all are put together, and the optimizer updates. A pipeline makes its gradients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,6 +91,7 @@ class OptimizerStep:
         self._last_batch = True  # of the step; else gradients stay here
         self._open = False  # it has begun
         self._gradients_made = False  # of this batch, by the schedule of a pipeline
+        self._staged_loss: Tensor | None = None  # what it has differentiated
         self._loss: Tensor | None = None  # of this batch, to be differentiated
         self._factor: Tensor | None = None  # of its gradients, where the loss is no sum
         self._clipped = False
@@ -146,7 +148,7 @@ class OptimizerStep:
 
     def begin_forward(self) -> None:
         """``training_step`` is about to be called."""
-        self._gradients_made = False
+        self._gradients_made, self._staged_loss = False, None
         if self.run is not None:
             self.run.waits.begin_forward()
 
@@ -157,8 +159,9 @@ class OptimizerStep:
             self.run.hooks.keep()
         self._begin_backward(sync=False)
 
-    def end_pipeline(self) -> None:
-        """It has made them. Lightning forgets gradients only now: those of the last step."""
+    def end_pipeline(self, loss: Tensor) -> None:
+        """It has made them, of this sum. Lightning forgets gradients only now: those of the last step."""
+        self._staged_loss = loss if self._staged_loss is None else self._staged_loss + loss
         if self.run is not None:
             self.run.sharded.end_backward()
             if self.run.hooks is not None:
@@ -189,6 +192,14 @@ class OptimizerStep:
                 f"{module}.training_step did not call self.trainer.strategy.pipeline_step, so that the stages made no "
                 "gradients"
             )
+        if self._staged_loss is not None and not found.counted:
+            differentiated, returned = self._staged_loss.item(), found.loss.item()
+            if not math.isclose(differentiated, returned, rel_tol=1e-3, abs_tol=1e-6) and math.isfinite(returned):
+                raise UserError(
+                    f"{module}.training_step returned the loss {returned:.6g} without 'num_tokens', but the pipeline "
+                    f"has differentiated the sum {differentiated:.6g}: return {{'loss': sums['loss'] / "
+                    "sums['num_tokens'], 'num_tokens': sums['num_tokens']} of what pipeline_step returned"
+                )
         self._loss, self._factor = found.differentiated()
         if self._factor is not None and not self._gradients_made and attaches_losses(found.loss):
             raise UserError(

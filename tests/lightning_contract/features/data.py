@@ -314,7 +314,8 @@ def _(lab):
     class Pulls(Ordinary):
         def training_step(self, dataloader_iter):
             batch, *_ = next(dataloader_iter)
-            return self.mean(batch)
+            sums = self.sums(batch)
+            return {"loss": sums["loss"] / sums["num_tokens"], "num_tokens": sums["num_tokens"]}
 
     return lab.fit(Pulls())
 

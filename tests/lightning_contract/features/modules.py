@@ -15,12 +15,21 @@ def _(lab):
     return lab.fit()
 
 
-@row(GROUP, "layers in `__init__`", {"PP 2": "layers."}, quick=True)
+@row(
+    GROUP,
+    "layers in `__init__`",
+    {"PP 2": "are trained by several stages of the pipeline, each its own copy"},
+    quick=True,
+)
 def _(lab):
     return lab.fit(Early())
 
 
-@row(GROUP, "`training_step` returns a tensor")
+@row(
+    GROUP,
+    "`training_step` returns a tensor",
+    {"PP 2": "without 'num_tokens', but the pipeline has differentiated the sum"},
+)
 def _(lab):
     class Bare(Ordinary):
         def training_step(self, batch, batch_idx):
@@ -64,7 +73,7 @@ def _(lab):
     return {**lab.seen(trainer), "trained": all(parameter.requires_grad for parameter in module.parameters())}
 
 
-@row(GROUP, "`forward` of a module behind its fit", dict.fromkeys(("PP 2",), "pipeline"))
+@row(GROUP, "`forward` of a module behind its fit", dict.fromkeys(("EP 2", "bf16"), "setup() comes before dispatch()"))
 def _(lab):
     module = Ordinary()
     lab.fit(module)
@@ -146,7 +155,7 @@ def _(lab):
     return {**lab.fit(Looks(), max_epochs=2), "seen": seen}
 
 
-@row(GROUP, "`backward` overridden")
+@row(GROUP, "`backward` overridden", {"PP 2": "overrides backward, but a pipeline makes gradients in pipeline_step"})
 def _(lab):
     class Backs(Ordinary):
         def backward(self, loss, *args, **kwargs):

@@ -44,7 +44,7 @@ add_optimizer("LBFGS", lambda p: torch.optim.LBFGS(p, lr=0.1), dict.fromkeys(SEV
 add_optimizer(
     "Adafactor",
     lambda p: torch.optim.Adafactor(p, lr=0.1),
-    dict.fromkeys(SEVERAL, "Adafactor"),
+    dict.fromkeys(("DP 2", "EP 2", "bf16"), "Adafactor"),
 )
 
 

@@ -311,11 +311,7 @@ class Terminates(Ordinary):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@row(
-    GROUP,
-    "SIGTERM to one process",
-    differs="all processes end behind the step under way; plain Lightning ends before its next batch",
-)
+@row(GROUP, "SIGTERM to one process: the step under way is the last of all")
 def _(lab):
     sees = Sees()
     before = signal.getsignal(signal.SIGTERM)

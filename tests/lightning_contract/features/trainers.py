@@ -7,7 +7,6 @@ from laboratory import SEVERAL, Ordinary
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 
 GROUP = "Trainer, precision, plugins"
 
@@ -100,16 +99,9 @@ def _(lab):
     return {"rates": finder.results["lr"], "set": module.lr == finder.suggestion(), "one rate": lab.agreed(module.lr)}
 
 
-@row(GROUP, "`TorchSyncBatchNorm`, `sync_batchnorm`")
+@row(GROUP, "the plugin `TorchSyncBatchNorm`, and no batch normalisation")
 def _(lab):
-    class Normed(Ordinary):
-        def configure_model(self):
-            super().configure_model()
-            if "1" in self.layers and len(self.layers["1"]) == 2:
-                self.layers["1"].append(nn.LayerNorm(16))
-
-    one = lab.readers == 1
-    return lab.fit(Normed(), **({} if one else {"plugins": [*lab.plugins(), TorchSyncBatchNorm()]}))
+    return lab.fit(**({} if lab.plain else {"plugins": [*lab.plugins(), TorchSyncBatchNorm()]}))
 
 
 @row(GROUP, "`strategy.broadcast`, `barrier`, `reduce`, `all_gather`, `reduce_boolean_decision`")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,6 +33,8 @@ class RouterRows(NamedTuple):
     """fp32, differentiable: of the logits."""
     entropy_T: Tensor
     """fp32: of the normalised scores, in nats."""
+    logits_TK: Tensor
+    """fp32, differentiable: logits of the chosen experts."""
 
 
 def router_rows(
@@ -71,19 +74,21 @@ def router_rows_reference(
     """The definition in tensor operations."""
     if sigmoid:
         logsumexp_T = torch.logsumexp(logits_TE, dim=-1)
-        scores_TE = torch.sigmoid(logits_TE) + 1e-7  # never all zero, so that normalising is safe
-        probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
+        scores_TE = torch.sigmoid(logits_TE)
+        # Normalised as logarithms: scores may all be as good as zero, and what is added to make a division safe is then
+        # all that is left of them, so that the balance loss of any choice would be that of perfect balance.
+        probs_TE = torch.softmax(F.logsigmoid(logits_TE), dim=-1)
     else:
         scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
         logsumexp_T = _LogSumExp.apply(logits_TE, probs_TE.detach())
-        entropy_T = (logsumexp_T - torch.linalg.vecdot(probs_TE, logits_TE)).detach()
+    entropy_T = torch.special.entr(probs_TE.detach()).sum(-1)
     expert_ids_TK = choose(scores_TE.detach())
     if mask_T is not None:
         # where, not a product: a padded token's NaN must not reach the sums.
         probs_TE = torch.where(mask_T[:, None], probs_TE, 0.0)
     prob_sum_GE = probs_TE.view(scopes, -1, probs_TE.shape[-1]).sum(1)
-    return RouterRows(expert_ids_TK, scores_TE.gather(1, expert_ids_TK), prob_sum_GE, logsumexp_T, entropy_T)
+    scores_TK, logits_TK = scores_TE.gather(1, expert_ids_TK), logits_TE.gather(1, expert_ids_TK)
+    return RouterRows(expert_ids_TK, scores_TK, prob_sum_GE, logsumexp_T, entropy_T, logits_TK)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -120,16 +125,22 @@ class _SoftmaxRows(torch.autograd.Function):
         chosen = probs.gather(1, expert_ids)  # checks that the experts exist
         ctx.save_for_backward(probs, expert_ids, mask)
         ctx.mark_non_differentiable(expert_ids, entropy)
-        return expert_ids, chosen, prob_sum, logsumexp, entropy
+        return expert_ids, chosen, prob_sum, logsumexp, entropy, logits.gather(1, expert_ids)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, _: Tensor, grad_chosen: Tensor, grad_prob_sum: Tensor, grad_logsumexp: Tensor, __: Tensor
+        ctx: Any,
+        _: Tensor,
+        grad_chosen: Tensor,
+        grad_prob_sum: Tensor,
+        grad_logsumexp: Tensor,
+        __: Tensor,
+        grad_chosen_logits: Tensor,
     ) -> tuple[Tensor, None, None, None]:
         probs, expert_ids, mask = ctx.saved_tensors
         grads = [grad.contiguous() for grad in (grad_chosen, grad_prob_sum, grad_logsumexp)]
         expert_ids, grad_logits = expert_ids.contiguous(), torch.empty_like(probs)
         sizes = (*probs.shape, len(grad_prob_sum), expert_ids.shape[1])
         call("router_rows_backward", probs, expert_ids, mask, *grads, *sizes, grad_logits, threads())
-        return grad_logits, None, None, None
+        return grad_logits.scatter_add_(1, expert_ids, grad_chosen_logits), None, None, None

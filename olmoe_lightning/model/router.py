@@ -31,7 +31,7 @@ class RoutingStats(NamedTuple):
     entropy_sum: Tensor
     """fp32 [Lm]: sum of the entropies of those probabilities, in nats."""
     z_sum: Tensor
-    """fp32 [Lm]: sum of logsumexp(logits)^2."""
+    """fp64 [Lm]: sum of logsumexp(logits)^2, whose squares may be beyond fp32."""
     balance_sum: Tensor
     """fp32 [Lm]: balance loss without its coefficient, times the tokens of its scope."""
     num_tokens: Tensor
@@ -127,7 +127,7 @@ class Router(nn.Module):
         mask_T = None if token_mask_BS is None else token_mask_BS.reshape(-1)
         scopes = len(x_BSD) if config.balance_loss_scope == "sequence" else 1
         rows = router_rows(logits_TE, choose, mask_T, scopes, sigmoid=config.score_function == "sigmoid")
-        weights_TK = self._weights(logits_TE, rows, noise_TE)
+        weights_TK = self._weights(rows, noise_TE)
         aux_loss, stats = self._losses(rows, mask_T)
         assert ranking is not None
         return Routing(rows.expert_ids_TK, weights_TK, aux_loss, stats, ranking)
@@ -140,31 +140,39 @@ class Router(nn.Module):
             return (first_T[:, None] + torch.arange(count, device=scores_TE.device)) % experts
         if noise_TE is not None:
             return top_k_stable(noise_TE, count)
-        selection = logits_TE if config.score_function == "topk_softmax" else scores_TE
+        selection = logits_TE  # which order experts as scores do, also where these are all rounded to zero or to one
+        if config.score_function != "topk_softmax" and self.selection_bias is not None:
+            selection = scores_TE
         if self.selection_bias is not None:
             selection = selection + self.selection_bias
         if config.num_groups > 1:
-            selection = self._mask_groups(selection)
+            selection = selection.masked_fill(~self._in_best_groups(selection), float("-inf"))
         return top_k_stable(selection, count)
 
-    def _mask_groups(self, selection_TE: Tensor) -> Tensor:
-        """Minus infinity outside the best groups; a group is as good as the sum of its two best experts."""
+    def _in_best_groups(self, selection_TE: Tensor) -> Tensor:
+        """Where the best groups are, bool [T, E]; a group is as good as the sum of its two best experts."""
         config = self.config
         grouped = selection_TE.view(selection_TE.shape[0], config.num_groups, -1)
-        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
+        if config.score_function == "topk_softmax" or self.selection_bias is not None:
+            best = two.sum(-1)
+        else:  # the sum is of scores, of which these are the logits
+            best = (F.logsigmoid(two) if config.score_function == "sigmoid" else two).logsumexp(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, top_k_stable(best, config.top_k_groups), True)
-        return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        return kept[..., None].expand_as(grouped).flatten(1)
 
-    def _weights(self, logits_TE: Tensor, rows: RouterRows, noise_TE: Tensor | None) -> Tensor:
+    def _weights(self, rows: RouterRows, noise_TE: Tensor | None) -> Tensor:
         config = self.config
         weights = rows.scores_TK
         if noise_TE is not None:
             # A benchmark's routing: as if the scores were noise. The product with zero keeps the router in the graph.
             weights = weights * 0 + noise_TE.gather(1, rows.expert_ids_TK)
-        elif config.score_function == "topk_softmax":
-            weights = torch.softmax(logits_TE.gather(1, rows.expert_ids_TK), dim=-1)
-        if config.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+            if config.normalize_weights:
+                weights = weights / weights.sum(-1, keepdim=True)
+        elif config.normalize_weights or config.score_function == "topk_softmax":
+            # By logarithms: a bias, or a choice that was made elsewhere, may fall on experts whose scores are all zero.
+            log_scores = F.logsigmoid(rows.logits_TK) if config.score_function == "sigmoid" else rows.logits_TK
+            weights = torch.softmax(log_scores, dim=-1)
         scale = config.expert_weight_scale * (config.top_k if config.restore_weight_scale else 1)
         return weights * scale if scale != 1 else weights
 
@@ -178,7 +186,7 @@ class Router(nn.Module):
         config = self.config
         scopes, experts = rows.prob_sum_GE.shape
         expert_ids_TK, entropy_T = rows.expert_ids_TK, rows.entropy_T
-        logsumexp_sq_T = rows.logsumexp_T.square()
+        logsumexp_sq_T = rows.logsumexp_T.double().square()
         routes = torch.ones_like(expert_ids_TK)
         if mask_T is None:
             tokens_G = torch.full((scopes,), len(entropy_T) // scopes, device=entropy_T.device)
@@ -192,7 +200,7 @@ class Router(nn.Module):
         counts_GE.scatter_add_(1, expert_ids_TK.view(scopes, -1), routes.view(scopes, -1))
         balance_sum = ((counts_GE * rows.prob_sum_GE).sum(-1) / tokens_G.clamp(min=1)).sum() * (experts / config.top_k)
         z_sum = logsumexp_sq_T.sum()
-        aux_loss = config.balance_loss_coeff * balance_sum + config.router_z_loss_coeff * z_sum
+        aux_loss = config.balance_loss_coeff * balance_sum + (config.router_z_loss_coeff * z_sum).float()
         stats = RoutingStats(
             counts_GE.sum(0),
             rows.prob_sum_GE.sum(0).detach(),

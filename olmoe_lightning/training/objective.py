@@ -219,5 +219,5 @@ class Objective:
             flat[rows] = torch.cat([x.double() for x in (*columns, stats.balance_sum[:, None])], dim=1)
         pipeline.axis.all_reduce(flat)
         counts, prob_sum, sums = flat.split((experts, experts, 3), dim=1)
-        entropy, z, balance = sums.float().unbind(1)
-        return RoutingStats(counts.long(), prob_sum.float(), entropy, z, balance, num_tokens.long())
+        entropy, z, balance = sums.unbind(1)
+        return RoutingStats(counts.long(), prob_sum.float(), entropy.float(), z, balance.float(), num_tokens.long())

@@ -36,13 +36,18 @@ def double_precision(
     counted = probs if mask is None else probs * mask[:, None]
     prob_sum = counted.view(scopes, -1, logits.shape[1]).sum(1)
     entropy = torch.special.entr(probs).sum(-1)
-    return RouterRows(ids, scores.gather(1, ids), prob_sum, torch.logsumexp(logits, -1), entropy)
+    lse = torch.logsumexp(logits, -1)
+    return RouterRows(ids, scores.gather(1, ids), prob_sum, lse, entropy, logits.gather(1, ids))
+
+
+def differentiable(rows: RouterRows) -> list[Tensor]:
+    return [rows.scores_TK, rows.prob_sum_GE, rows.logsumexp_T, rows.logits_TK]
 
 
 def pulls_of(rows: RouterRows) -> list[Tensor]:
-    """Gradients of the three differentiable results."""
+    """Gradients of the differentiable results."""
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(result.shape, generator=generator, dtype=torch.float64) for result in rows[1:4]]
+    return [torch.randn(result.shape, generator=generator, dtype=torch.float64) for result in differentiable(rows)]
 
 
 @pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])
@@ -61,22 +66,22 @@ def test_values_and_gradients_equal_the_definition_in_double_precision(
         # The entropy is a difference of numbers of about 10, the sums go over 600 tokens.
         torch.testing.assert_close(found.to(wanted.dtype), wanted, atol=1e-5, rtol=2e-6)
     pulls = pulls_of(rows)
-    torch.autograd.backward(rows[1:4], [pull.float() for pull in pulls])
-    torch.autograd.backward(expected[1:4], pulls)
+    torch.autograd.backward(differentiable(rows), [pull.float() for pull in pulls])
+    torch.autograd.backward(differentiable(expected), pulls)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
     assert not rows.entropy_T.requires_grad
 
 
-@pytest.mark.parametrize("result", [1, 2, 3], ids=["scores", "prob_sum", "logsumexp"])
+@pytest.mark.parametrize("result", range(4), ids=["scores", "prob_sum", "logsumexp", "logits"])
 def test_each_result_alone_has_its_gradient(kernels: None, result: int) -> None:
     """A result that the loss does not use sends no gradient."""
     logits = logits_of(7).requires_grad_()
     rows = router_rows(logits, top(2), mask_of(), 1)
     exact = logits.detach().double().requires_grad_()
     expected = double_precision(exact, rows.expert_ids_TK, mask_of(), 1)
-    pull = pulls_of(rows)[result - 1]
-    rows[result].backward(pull.float())
-    expected[result].backward(pull)
+    pull = pulls_of(rows)[result]
+    differentiable(rows)[result].backward(pull.float())
+    differentiable(expected)[result].backward(pull)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
 
 
@@ -88,7 +93,7 @@ def test_masked_tokens_reach_neither_the_sums_nor_other_tokens(kernels: None, sc
     results = []
     for logits in (clean.requires_grad_(), dirty.requires_grad_()):
         rows = router_rows(logits, top(4), mask, scopes)
-        torch.autograd.backward(rows[1:4], [pull.float() for pull in pulls_of(rows)])
+        torch.autograd.backward(differentiable(rows), [pull.float() for pull in pulls_of(rows)])
         results.append([rows.prob_sum_GE, *(value[mask] for value in (*rows[:2], *rows[3:], logits.grad))])
         ids = rows.expert_ids_TK
     for found, wanted in zip(*results, strict=True):

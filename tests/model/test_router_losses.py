@@ -242,5 +242,116 @@ def test_value_and_gradient_equal_autograd_of_the_explicit_formula(loss_router, 
         expected = expected + coeff * tokens * experts / top_k * (load * probs[piece][kept].mean(0)).sum()
     expected.backward()
     torch.testing.assert_close(routing.aux_loss.double(), expected, atol=0, rtol=1e-5)
-    # Sigmoid scores carry an offset of 1e-7, which the formula here leaves out.
     torch.testing.assert_close(x.grad.double(), logits.grad, atol=1e-6, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- sigmoids near zero
+
+
+def with_offset(logits: Tensor, ids: Tensor) -> Tensor:
+    """The balance loss of one scope where sigmoids, made safe by an offset, are divided by their sum: the control."""
+    scores = logits.sigmoid() + 1e-7
+    load = torch.bincount(ids.flatten(), minlength=logits.shape[-1])
+    return (load * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum() * logits.shape[-1] / ids.shape[-1]
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [-1.0, -20.0, -100.0, -1000.0])
+def test_small_sigmoids_do_not_make_the_balance_loss_small(loss_router, level, dtype, scope):
+    """Value, gradient and weights are those of the sigmoids in fp64, where those at -1000 are zero, by logarithms."""
+    experts, top_k = 6, 2
+    # Multiples of 8, which bf16 can tell apart at -1000 too, and an expert that all tokens prefer.
+    x = level + 8.0 * torch.randint(-1, 1, (3, 5, experts), generator=torch.Generator().manual_seed(0))
+    x[..., 4] = level + 8.0
+    x = x.to(dtype).requires_grad_()
+    router = loss_router(experts, top_k, score_function="sigmoid", normalize_weights=True, balance_loss_scope=scope).to(
+        dtype
+    )
+    routing = router(x)
+    routing.aux_loss.backward()
+
+    logits = x.detach().double().requires_grad_()
+    log_scores = torch.nn.functional.logsigmoid(logits)
+    probs, ids = log_scores.softmax(-1), routing.expert_ids.view(3, 5, top_k)
+    expected = torch.zeros(())
+    for piece in [[0, 1, 2]] if scope == "microbatch" else [[0], [1], [2]]:
+        load = torch.bincount(ids[piece].flatten(), minlength=experts)
+        expected = expected + experts / top_k * (load * probs[piece].mean((0, 1))).sum()
+    expected.backward()
+    assert expected > 1.5 * 15  # balance would be 15
+    torch.testing.assert_close(routing.aux_loss.double(), expected, atol=0, rtol=1e-5)
+    assert logits.grad.abs().max() > 1e-4
+    # Half of the last of 8 bits of a gradient in bf16.
+    torch.testing.assert_close(x.grad.double(), logits.grad, atol=1e-6, rtol=2e-5 if dtype == torch.float32 else 4e-3)
+    weights = log_scores.flatten(0, 1).gather(1, routing.expert_ids).softmax(-1)
+    torch.testing.assert_close(routing.weights.double(), weights, atol=0, rtol=1e-5)
+    assert (routing.expert_ids[:, 0] == 4).all()
+    entropy = -(probs * probs.log()).sum()
+    torch.testing.assert_close(routing.stats.entropy_sum.double(), entropy, atol=0, rtol=1e-5)
+
+    # Negative control: by the formula with an offset the loss of this very choice is lowered to that of balance.
+    offset = with_offset(x.detach().float().flatten(0, 1), routing.expert_ids)
+    if level <= -100:
+        assert offset == pytest.approx(15, rel=1e-4)
+    elif level == -1:
+        assert offset == pytest.approx(routing.aux_loss.item(), rel=0.2)
+
+
+def test_descent_on_the_balance_loss_balances_small_sigmoids_instead_of_shrinking_them(loss_router):
+    """The common part of all logits has next to no gradient where sigmoids are exponentials."""
+    x = torch.full((1, 8, 4), -60.0)
+    x[..., 0] += 2.0
+    x.requires_grad_()
+    loss_router(4, 1, score_function="sigmoid")(x).aux_loss.backward()
+    assert x.grad[..., 0].min() > 0.1
+    assert x.grad.sum(-1).abs().max() < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------- extreme logits
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("size", [1e4, 1e10, 1e19, 1e25])
+def test_the_z_loss_of_huge_logits_is_finite_and_right(loss_router, scores, size):
+    """Squares of 1e25 are beyond fp32; their gradient is not."""
+    router = loss_router(4, 2, balance_loss_coeff=0.0, router_z_loss_coeff=0.25, score_function=scores)
+    x = (size * torch.tensor([[[1.0, 0.5, -1.0, 0.0], [-1.0, -0.5, -2.0, -1.5]]])).requires_grad_()
+    routing = router(x)
+    routing.aux_loss.backward()
+    logits = x.detach().double().requires_grad_()
+    expected = logits.logsumexp(-1).square().sum()
+    (0.25 * expected).backward()
+    torch.testing.assert_close(routing.stats.z_sum, expected.detach(), atol=0, rtol=1e-6)
+    torch.testing.assert_close(x.grad.double(), logits.grad, atol=0, rtol=1e-6)
+    assert routing.weights.isfinite().all()
+    if scores != "sigmoid":
+        assert routing.stats.entropy_sum == 0
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("low", [-200.0, -1e4])
+def test_weights_of_experts_whose_scores_vanish_are_normalised_all_the_same(loss_router, scores, low):
+    """A bias, or a choice made elsewhere, falls on experts that the softmax rounds to zero."""
+    router = loss_router(6, 2, score_function=scores, normalize_weights=True)
+    x = torch.full((1, 3, 6), low)
+    x[..., 0] = 0.0
+    x[..., 5] += 1.0
+    x.requires_grad_()
+    routing = router(x, chosen_TK=torch.tensor([[5, 4]] * 3))
+    expected = torch.tensor([1.0, 0.0]).softmax(0)
+    torch.testing.assert_close(routing.weights, expected.expand(3, 2))
+    routing.weights[:, 0].sum().backward()
+    pull = (expected[0] * expected[1]).item()
+    torch.testing.assert_close(x.grad[0, :, 4:], torch.tensor([-pull, pull]).expand(3, 2))
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("level", [-1000.0, 0.0, 1000.0])
+def test_experts_are_told_apart_where_their_scores_are_all_zero_or_one(loss_router, scores, level):
+    """One expert is far above the others, so that their softmax vanishes as well."""
+    x = level + torch.tensor([[[0.0, 1.0, 300.0, 2.0, 5.0, 3.0, 4.0, 0.5]]])
+    assert loss_router(8, 3, score_function=scores)(x).expert_ids.tolist() == [[2, 4, 6]]
+    if level <= 0:  # the third best is in the third group, beside the second best
+        limited = loss_router(8, 3, score_function=scores, num_groups=4, top_k_groups=2)
+        assert limited(x).expert_ids.tolist() == [[2, 4, 5]]

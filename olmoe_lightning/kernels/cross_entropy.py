@@ -42,13 +42,15 @@ def cross_entropy_rows_(
         return loss, lse
     counted = labels_N != ignore_index
     target = labels_N.where(counted, 0)[:, None]
-    lse = torch.logsumexp(logits_NV, dim=-1)
-    loss = torch.where(counted, lse - logits_NV.gather(1, target)[:, 0], 0.0)
-    if with_grad:
-        # softmax · s - onehot, s = 1 + 2 · z_coeff · lse; ignored: 0. s goes into the exponent, where it costs no pass
-        # over the logits; log 0 = -inf silences ignored rows.
-        scale = torch.where(counted, 1 + 2 * z_coeff * lse, 0.0)
-        logits_NV.sub_((lse - scale.log())[:, None]).exp_()
+    top = logits_NV.amax(dim=-1, keepdim=True)
+    below = (top - logits_NV.gather(1, target))[:, 0]
+    total = logits_NV.sub_(top).exp_().sum(-1)
+    log_total = total.log()
+    # Of large logits only differences are exact: what is small is never read off the logsumexp.
+    lse = top[:, 0] + log_total
+    loss = torch.where(counted, log_total + below, 0.0)
+    if with_grad:  # softmax · s - onehot, s = 1 + 2 · z_coeff · lse; ignored: 0
+        logits_NV.mul_(((1 + 2 * z_coeff * lse) / total)[:, None]).masked_fill_(~counted[:, None], 0.0)
         logits_NV.scatter_add_(1, target, -counted.to(logits_NV.dtype)[:, None])
     return loss, lse
 

@@ -29,7 +29,7 @@ class LossSums(NamedTuple):
     cross_entropy_N: Tensor
     """fp32 [N]: of each token, in nats; 0 where the label is ignored."""
     z: Tensor
-    """fp32 []: sum of logsumexp(logits)^2, without its coefficient."""
+    """fp64 []: sum of logsumexp(logits)^2, without its coefficient; the squares may be beyond fp32."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
         cross_entropy_N = torch.empty(x_ND.shape[0], dtype=torch.float32, device=x_ND.device)
-        z_sum = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        z_sum = torch.zeros((), dtype=torch.float64, device=x_ND.device)
         grad_x = torch.empty_like(x_ND) if needs_grad else None
         grad_w = torch.zeros(weight_VD.shape, dtype=torch.float32, device=x_ND.device) if needs_grad else None
         for start in range(0, x_ND.shape[0], rows):
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, labels = x_ND[chunk], labels_N[chunk]
             logits = F.linear(x, weight_VD).float()
             cross_entropy_N[chunk], logsumexp = cross_entropy_rows_(logits, labels, IGNORE_INDEX, z_coeff, needs_grad)
-            z_sum += torch.where(labels != IGNORE_INDEX, logsumexp.square(), 0.0).sum()
+            z_sum += torch.where(labels != IGNORE_INDEX, logsumexp.double().square(), 0.0).sum()
             if grad_x is None or grad_w is None:
                 continue
             grad = logits.to(x.dtype)
@@ -65,8 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(grad_x, grad_w)
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(cross_entropy_N, z_sum)
-        total = cross_entropy_N.sum()
-        return (total + z_coeff * z_sum if z_coeff else total), cross_entropy_N, z_sum
+        total = cross_entropy_N.sum(dtype=torch.float64)
+        return (total + z_coeff * z_sum if z_coeff else total).float(), cross_entropy_N, z_sum
 
     @staticmethod
     @once_differentiable
@@ -82,11 +82,10 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, z_co
         x_ND: [N, D], the final hidden states.
         weight_VD: [V, D], the head.
         labels_N: int64 [N], :data:`IGNORE_INDEX` where nothing is predicted.
-        z_coeff: coefficient of ``logsumexp(logits)^2`` (its logarithm factor 1 + 2·z·logsumexp must stay positive,
-            which any useful coefficient satisfies).
+        z_coeff: coefficient of ``logsumexp(logits)^2``.
 
     Returns:
-        Sums in fp32, whatever the dtype of the operands.
+        Sums over the tokens, whatever the dtype of the operands.
     """
     x_ND, weight_VD = cast_operands(x_ND, weight_VD)
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)

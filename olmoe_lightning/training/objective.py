@@ -187,7 +187,7 @@ class Objective:
         sums = {
             "loss": losses.total,
             "num_tokens": counted.sum(),
-            "cross_entropy": cross_entropy_BS.sum(),
+            "cross_entropy": cross_entropy_BS.sum(dtype=torch.float64),
             "z": losses.z,
         }
         if model.training:
@@ -198,7 +198,7 @@ class Objective:
         if "source_ids" in inputs:
             for index in range(len(self._metrics.source_names)):
                 from_source = (inputs["source_ids"] == index)[:, None]
-                sums[f"source_{index}"] = cross_entropy_BS.where(from_source, 0.0).sum()
+                sums[f"source_{index}"] = cross_entropy_BS.where(from_source, 0.0).sum(dtype=torch.float64)
                 sums[f"source_{index}_tokens"] = (counted & from_source).sum()
         return sums
 

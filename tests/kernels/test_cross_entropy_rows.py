@@ -29,19 +29,36 @@ def operands(scale: float = 2.0) -> tuple[Tensor, Tensor]:
 def test_loss_logsumexp_and_gradient_equal_torch(scale, offset, z_coeff):
     logits, labels = operands(scale)
     logits = logits + offset
-    z_coeff = 0.0 if offset < 0 else z_coeff  # 1 + 2 z logsumexp has to stay positive
     wide = logits.double().requires_grad_()
     expected = F.cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none")
     lse = wide.logsumexp(-1)
     (grad,) = torch.autograd.grad(expected.sum() + z_coeff * lse[labels != IGNORE].square().sum(), wide)
     loss, found_lse = cross_entropy_rows_(logits, labels, IGNORE, z_coeff, True)
-    # fp32 spaces numbers of 500 by 3e-5.
-    atol = 1e-4 if offset else 2e-5
-    torch.testing.assert_close(loss.double(), expected.detach(), atol=atol, rtol=1e-6)
-    torch.testing.assert_close(found_lse.double(), lse.detach(), atol=atol, rtol=1e-6)
-    torch.testing.assert_close(logits.double(), grad, atol=2 * atol, rtol=1e-4)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(found_lse.double(), lse.detach(), atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), grad, atol=2e-5, rtol=1e-4)
     assert torch.equal(logits[2], torch.zeros(VOCAB))
     assert loss[2] == 0
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e12, 1e25])
+def test_small_losses_of_huge_logits_are_exact(size):
+    """Negative control: fp32 spaces numbers of 1e4 by 1e-3, so that logsumexp minus logit is another number."""
+    step = torch.tensor(size).nextafter(torch.tensor(math.inf)).item() - torch.tensor(size).item()
+    differences = step * torch.tensor([[0.0, -1.0, -3.0, -6.0], [-2.0, 0.0, -1.0, -5e4]])
+    logits, labels = size + differences, torch.tensor([1, 0])
+    assert torch.equal(logits.double() - torch.tensor(size).double(), differences.double())
+    wide = logits.double().requires_grad_()
+    expected = F.cross_entropy(wide, labels, reduction="none")
+    z = 0.01 * wide.logsumexp(-1).square()
+    (grad,) = torch.autograd.grad((expected + z).sum(), wide)
+    naive = logits.logsumexp(-1) - logits.gather(1, labels[:, None])[:, 0]
+    loss, lse = cross_entropy_rows_(logits, labels, IGNORE, 0.01, True)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=0, rtol=1e-6)
+    torch.testing.assert_close(lse.double(), wide.detach().logsumexp(-1), atol=0, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), grad, atol=1e-20 * size, rtol=2e-6)
+    if size == 1e4:
+        assert (naive.double() - expected).abs().max() > 100 * (loss.double() - expected).abs().max()
 
 
 def test_labels_may_be_strided_or_of_another_integer_type():

@@ -19,16 +19,19 @@ void cross_entropy_rows(float* logits, const int64_t* labels, int64_t rows, int6
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < vocab; ++j) sum += fast_exp(row[j] - top) + (row[j] - row[j]);  // NaN and inf stay visible
     const bool counted = labels[n] != ignore_index;
-    lse[n] = top + std::log(sum);
-    loss[n] = counted ? lse[n] - row[labels[n]] : 0.0f;
+    const float log_sum = std::log(sum);
+    lse[n] = top + log_sum;
+    // Of large logits only differences are exact. Volatile: -ffast-math would subtract the logit from the logsumexp.
+    const volatile float below = counted ? top - row[labels[n]] : 0.0f;
+    loss[n] = counted ? log_sum + below : 0.0f;
     if (!with_grad) continue;
     if (!counted) {
       std::fill_n(row, vocab, 0.0f);
       continue;
     }
-    const float log_sum = lse[n], scale = 1.0f + 2.0f * z_coeff * log_sum;
+    const float scale = (1.0f + 2.0f * z_coeff * lse[n]) / sum;
 #pragma omp simd
-    for (int64_t j = 0; j < vocab; ++j) row[j] = fast_exp(row[j] - log_sum) * scale;
+    for (int64_t j = 0; j < vocab; ++j) row[j] = fast_exp(row[j] - top) * scale;
     row[labels[n]] -= 1.0f;
   }
 }

@@ -42,3 +42,9 @@ class RunManifest(Callback):
                 rank_zero_warn(f"The manifest has no model section: {name} has no `config: ModelConfig`.")
             write_manifest(path, trainer, pl_module)
         self.path = path
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Some strategies read a checkpoint only now, and which one that is, is known only then.
+        if self.path is not None and trainer.ckpt_path is not None and trainer.is_global_zero:
+            write_manifest(self.path, trainer, pl_module)

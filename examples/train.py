@@ -33,6 +33,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=1,
+        strategy="moe",  # in one process too: steps and checkpoints are as safe as in many
         max_steps=options.max_steps,
         val_check_interval=max(1, options.max_steps // 2),
         check_val_every_n_epoch=None,

@@ -21,6 +21,7 @@ from olmoe_lightning.commands.parser import Parser, UsageError
 from olmoe_lightning.commands.training import OLMoECLI
 from olmoe_lightning.data import tokenize_files
 from olmoe_lightning.errors import UserError
+from olmoe_lightning.strategy import NonFiniteError
 from olmoe_lightning.tools.parity import Fault
 from olmoe_lightning.tools.plan import plan
 
@@ -86,7 +87,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: command line without the program's name; ``None`` takes ``sys.argv``.
 
     Returns:
-        The exit status: 0; 1 if a comparison failed; 2 after an error of the user, which is printed without traceback.
+        The exit status: 0; 1 if a comparison failed or numbers were not finite; 2 after an error of the user, which is
+        printed without traceback.
     """
     words = [_underscored(word) for word in (sys.argv[1:] if args is None else args)]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -104,6 +106,9 @@ def main(args: Sequence[str] | None = None) -> int:
             else:
                 commands = ", ".join((*TRAINING, *TOOLS))
                 raise UsageError(f"{words[0]!r} is not a command; there are {commands}")
+    except NonFiniteError as error:
+        print(f"olmoe-lightning: error: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not is_users(error):
             raise

@@ -164,6 +164,8 @@ class MoEStrategy(ParallelStrategy):
     """Whether the last optimizer step was skipped."""
     skipped_steps = Owned[int]("_step", may_change=True)
     """Optimizer steps that were skipped because something was not finite."""
+    skipped_all = Owned[bool]("_step")
+    """Whether all optimizer steps of the last run were skipped, so that it has trained nothing."""
     on_non_finite = Owned[Literal["skip", "raise"]]("_step", may_change=True)
     state_dict_type = Owned[Literal["sharded", "full"]]("_saver", may_change=True)
     async_save = Owned[bool | Literal["overlap"]]("_saver", may_change=True)

@@ -5,12 +5,14 @@ import json
 import re
 
 import pytest
-import torch
 import yaml
 from tiny_model import TINY
 
 from olmoe_lightning import ModelConfig
+from olmoe_lightning.checkpoint.meta import KEY, read_meta
 from olmoe_lightning.cli import TOOLS, main
+from olmoe_lightning.module import OLMoE
+from olmoe_lightning.strategy import MoEStrategy
 
 
 @pytest.fixture
@@ -67,7 +69,62 @@ def test_the_saved_configuration_runs_again_and_resumes(run):
     again = ["fit", "--config", str(folder / "config.yaml"), "--ckpt_path", str(last), "--trainer.max_steps", "6"]
     assert main(again) == 0
     resumed = folder.parent / "version_1" / "checkpoints" / "last.ckpt"
-    assert torch.load(resumed, weights_only=True)["global_step"] == 6
+    assert read_meta(resumed)["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--trainer.max_steps=5", "--trainer.val_check_interval=2"], 5),
+        (["--trainer.max_steps=3", "--trainer.limit_val_batches=0"], 3),
+        (["--trainer.max_steps=9", "--trainer.limit_train_batches=2", "--trainer.max_epochs=2"], 4),
+        (["--trainer.max_steps=4", "--trainer.callbacks.every_n_train_steps=100"], 4),
+        (["--trainer.max_steps=4", "--trainer.callbacks.save_last=false", "--trainer.callbacks.every_n_epochs=7"], 4),
+    ],
+)
+def test_the_end_of_a_run_is_in_a_checkpoint_whatever_the_intervals(config_file, monkeypatch, options, steps):
+    settings = yaml.safe_load(config_file.read_text())
+    settings["trainer"]["callbacks"].pop()  # options are for the last callback
+    config_file.write_text(yaml.safe_dump(settings))
+    options = [option.replace("callbacks.", "callbacks.init_args.") for option in options]
+    assert main(["fit", "--config", str(config_file), *options]) == 0
+    (folder,) = config_file.parent.glob("logs/run/version_*/checkpoints")
+    assert max(read_meta(path)["global_step"] for path in folder.iterdir()) == steps
+
+
+def test_one_process_has_the_strategy_of_many(config_file, monkeypatch):
+    seen = []
+    monkeypatch.setattr(OLMoE, "on_fit_start", lambda module: seen.append(module.trainer.strategy), raising=False)
+    assert main(["fit", "--config", str(config_file)]) == 0
+    (strategy,) = seen
+    assert isinstance(strategy, MoEStrategy)
+    assert strategy.world_size == 1
+
+
+def spoil(monkeypatch, steps):
+    """Make the losses of some steps no number."""
+    step = OLMoE.training_step
+
+    def spoiled(module, batch, batch_idx):
+        output = step(module, batch, batch_idx)
+        return output | {"loss": output["loss"] * float("nan")} if batch_idx in steps else output
+
+    monkeypatch.setattr(OLMoE, "training_step", spoiled)
+
+
+def test_a_run_in_which_every_step_is_skipped_fails_with_a_sentence(config_file, monkeypatch, capsys):
+    spoil(monkeypatch, range(100))
+    assert main(["fit", "--config", str(config_file)]) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("olmoe-lightning: error: all 4 optimizer steps were skipped")
+    assert "nothing was trained" in line
+
+
+def test_a_run_in_which_a_step_is_skipped_ends_well(config_file, monkeypatch):
+    spoil(monkeypatch, {0, 2})
+    assert main(["fit", "--config", str(config_file)]) == 0
+    (last,) = config_file.parent.glob("logs/run/version_*/checkpoints/last.ckpt")
+    assert read_meta(last)[KEY]["skipped_steps"] == 2
 
 
 def test_printed_configuration_is_complete_and_gives_itself_when_printed_again(config_file, capsys):

@@ -14,10 +14,12 @@ from typing_extensions import override
 
 from olmoe_lightning.callbacks import WritePredictions  # their package too: YAML may name callbacks without it
 from olmoe_lightning.checkpoint.meta import read_meta
+from olmoe_lightning.commands.ending import EndOfRun
 from olmoe_lightning.commands.parser import Parser, UsageError
 from olmoe_lightning.commands.repeat import Repetition, take_manifest
 from olmoe_lightning.data import TokenDataModule
 from olmoe_lightning.module import OLMoE
+from olmoe_lightning.strategy import MoEStrategy
 
 
 class SaveConfig(SaveConfigCallback):
@@ -66,6 +68,8 @@ class OLMoECLI(LightningCLI):
         defaults: dict[str, Any] = {
             # Its table counts the metrics as layers and finds no FLOPs; OLMoE says its size in one line.
             "trainer.enable_model_summary": False,
+            # In one process too: what it promises of steps, weights and checkpoints does not depend on their number.
+            "trainer.strategy": MoEStrategy.strategy_name,
         }
         if torch.backends.mps.is_available():
             defaults["trainer.accelerator"] = "cpu"  # `auto` would take the Apple GPU, which lacks what we need
@@ -112,8 +116,9 @@ class OLMoECLI(LightningCLI):
                 config[name] = asked.model[name]
 
     def before_fit(self) -> None:
-        """A repeated run says what is different, writes into a place of its own, and checks its data."""
+        """The end is saved. A repeated run says what is different, writes into its own place, and checks its data."""
         trainer: Any = self.trainer
+        trainer.callbacks.append(EndOfRun())  # behind all that save
         if self._repetition is None:
             return
         self._repetition.compare_devices(trainer)

@@ -169,7 +169,7 @@ def checkpoint_path(trainer: Trainer, environment: ClusterEnvironment | None) ->
             return None
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return _last_path(trainer, callback)
+            return last_path(trainer, callback)
     rank_zero_warn("Received SIGTERM: there is no ModelCheckpoint, so no checkpoint is saved.")
     return None
 
@@ -182,7 +182,7 @@ def next_version(folder: str) -> str:
     return os.path.join(folder, f"hpc_ckpt_{max(versions, default=0) + 1}.ckpt")
 
 
-def _last_path(trainer: Trainer, callback: ModelCheckpoint) -> str:
+def last_path(trainer: Trainer, callback: ModelCheckpoint) -> str:
     """The name under which this callback saved the last checkpoint of this run, or would."""
     if not callback.last_model_path:
         metrics = trainer.callback_metrics | {

@@ -88,6 +88,7 @@ class OptimizerStep:
         """Whether the last step was skipped."""
         self.skipped_steps = 0
         """Steps that were skipped because something was not finite."""
+        self._taken = self._refused = 0  # steps of this run
         self._last_batch = True  # of the step; else gradients stay here
         self._open = False  # it has begun
         self._gradients_made = False  # of this batch, by the schedule of a pipeline
@@ -109,10 +110,16 @@ class OptimizerStep:
         """Whether hooks of the user look at gradients."""
         return self.run is not None and self.run.hooks is not None
 
+    @property
+    def skipped_all(self) -> bool:
+        """Whether this run, or the last one, has skipped each of its steps."""
+        return self._refused > 0 and not self._taken
+
     def begin_run(self, run: Run) -> None:
         """A fit starts."""
         self.run = run
         self._open, self._loss = False, None
+        self._taken = self._refused = 0
 
     def close_run(self, interrupted: bool = False, restore_masters: bool = False) -> None:
         """The fit is over; the optimizer can still be saved, and the module's parameters are on their own.
@@ -287,6 +294,7 @@ class OptimizerStep:
             self._refuse(run, result)
             run.sharded.drop_grads()
             return
+        self._taken += 1
         if run.third_parties:
             run.sharded.adopt_weights()
         if not shown:
@@ -311,6 +319,7 @@ class OptimizerStep:
             )
             raise NonFiniteError(f"optimizer step {run.global_step()}: {what}{found}. {done}")
         self.skipped_steps += 1
+        self._refused += 1
         rank_zero_warn(
             f"Skipped optimizer step {run.global_step()} ({self.skipped_steps} in all): {what}. Weights, optimizer, "
             "schedule and router biases are as before it."

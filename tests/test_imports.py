@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "module": {"strategy", *EVERYTHING_BELOW},  # which strategy trains it decides what it builds
     "tools": {"public", "module", "strategy", *EVERYTHING_BELOW} - {"training", "data", "_lightning", "_torch"},
     "callbacks": {"public", "plugins", "errors"},
-    "commands": {"public", "module", "callbacks", "tools", "checkpoint", "data", "errors"},
-    "cli": {"public", "commands", "tools", "checkpoint", "data", "errors"},
+    "commands": {"public", "module", "strategy", "training", "callbacks", "tools", "checkpoint", "data", "errors"},
+    "cli": {"public", "strategy", "commands", "tools", "checkpoint", "data", "errors"},
     "__init__": {"config", "checkpoint", "data", "model", "module", "strategy"},
 }
 # Room -> the only third-party packages that it may import; a room that is not listed may import what is installed.

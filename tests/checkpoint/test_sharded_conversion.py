@@ -392,7 +392,7 @@ def test_damage_is_found_before_anything_is_written(broken):
     chunks.unlink()
     refused(f"{chunks.name}, which is missing or cut off")
     chunks.write_bytes(content)
-    for name, pattern in ((META, "is damaged, or holds"), (INDEX, "is damaged, or no index")):
+    for name, pattern in ((META, "is damaged, or not loaded"), (INDEX, "is damaged, or no index")):
         good = (broken / name).read_bytes()
         (broken / name).write_bytes(good[:40])
         refused(pattern)

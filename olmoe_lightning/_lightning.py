@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.io import torch_io
+from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -18,6 +21,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
@@ -45,6 +49,7 @@ __all__ = [
     "learning_rate_of",
     "loader_states",
     "optimizers_to_device",
+    "read_directories_by",
     "reset_seed",
     "set_loader_states",
     "set_received_sigterm",
@@ -109,6 +114,22 @@ def signal_connector_of(trainer: Trainer) -> _SignalConnector:
 def set_received_sigterm(trainer: Trainer) -> None:
     """``trainer.received_sigterm`` is true from now on, which ends loops."""
     trainer._signal_connector.received_sigterm = True
+
+
+def read_directories_by(read: Callable[[Path, bool | None], dict[str, Any]]) -> None:
+    """Let all of Lightning load directories too, where it loads a file: in modules and trainers without MoEStrategy.
+
+    Args:
+        read: from the path and ``weights_only`` to Lightning's dictionary.
+    """
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path_or_url, str | Path) and "://" not in str(path_or_url) and Path(path_or_url).is_dir():
+            return read(Path(path_or_url), weights_only)
+        return _load(path_or_url, map_location, weights_only)
+
+    for module in (saving, torch_io):
+        setattr(module, "pl_load", load)  # noqa: B010  neither exports it
 
 
 def step_ends(trainer: Trainer) -> bool:

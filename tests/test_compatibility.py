@@ -6,14 +6,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from olmoe_lightning import _lightning, _torch
+from olmoe_lightning import MoEStrategy, _lightning, _torch
 
 LIGHTNING = {
     "NoOptimizer": [],
@@ -27,8 +29,9 @@ LIGHTNING = {
 }
 """Names and the parameters by which they are called."""
 LIGHTNING_FUNCTIONS = {"batches_processed", "begin_validation_anew", "distributes_samplers", "layer_sync_of",
-                       "learning_rate_of", "loader_states", "set_loader_states", "set_received_sigterm",
-                       "signal_connector_of", "step_ends", "trainer_of", "validation_batches"}  # fmt: skip
+                       "learning_rate_of", "loader_states", "read_directories_by", "set_loader_states",
+                       "set_received_sigterm", "signal_connector_of", "step_ends", "trainer_of",
+                       "validation_batches"}  # fmt: skip
 LIGHTNING_METHODS = {"REQUEUE_HANDLER", "SIGTERM_BROADCAST", "SIGTERM_HANDLER"}
 """Functions of ours around private attributes; a test of each is below."""
 
@@ -72,6 +75,17 @@ def test_a_search_says_which_value_it_sets():
     module.lr, module.speed = 0.5, 0.25
     assert _lightning.learning_rate_of(LearningRateFinder(), module) == 0.5
     assert _lightning.learning_rate_of(LearningRateFinder(attr_name="speed"), module) == 0.25
+
+
+def test_lightning_loads_by_the_names_that_are_replaced(tmp_path):
+    """Both are ours since the strategy was imported; a directory comes to them as a file does."""
+    assert MoEStrategy.strategy_name == "moe"
+    for module in (saving, torch_io):
+        assert module.pl_load.__module__ == _lightning.__name__
+        assert parameters(module.pl_load) == ["path_or_url", "map_location", "weights_only"]
+    assert parameters(_lightning._load) == ["path_or_url", "map_location", "weights_only"]
+    torch.save({"state_dict": 3}, tmp_path / "file")
+    assert torch_io.TorchCheckpointIO().load_checkpoint(tmp_path / "file")["state_dict"] == 3
 
 
 def test_schedules_are_taken_apart_and_told_their_rates():

@@ -135,6 +135,31 @@ def load_sharded(module: nn.Module, meta: Mapping[str, Any], strict: bool = True
         module.load_state_dict(other, strict=False)
 
 
+def read_whole(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """A directory as Lightning's dictionary of a file, with all weights and without the optimizer's state.
+
+    Args:
+        path: the directory.
+        weights_only: as of :func:`read_meta`.
+
+    Raises:
+        CorruptCheckpoint: it is no sharded checkpoint, or damaged.
+    """
+    meta = read_meta(path, weights_only)
+    shapes, index = read_contents(meta)
+    entries: Mapping[str, Any] = index.state_dict_metadata
+    state: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        entry = entries.get(MODEL + name)  # nothing is stored of what has no elements
+        state[name] = torch.empty(shape, dtype=entry.properties.dtype if entry is not None else torch.float32)
+    stored = {name: value for name, value in state.items() if MODEL + name in entries}
+    load(path, [Range(MODEL + name, value.numel(), 0, value.view(-1)) for name, value in stored.items()])
+    record = meta[KEY]
+    state |= {second: state[first] for second, first in record.get("aliases", {}).items() if first in state}
+    meta.pop("optimizer_states", None)
+    return meta | {"state_dict": state | dict(record.get("other") or {})}
+
+
 def read_contents(meta: Mapping[str, Any]) -> tuple[dict[str, list[int]], Metadata]:
     """Shapes of the model's tensors, and the index, which has every element of them in a file that is long enough.
 

@@ -11,12 +11,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from olmoe_lightning._lightning import set_loader_states
+from olmoe_lightning._lightning import read_directories_by, set_loader_states
 from olmoe_lightning.checkpoint import directory as directories
 from olmoe_lightning.checkpoint.directory import CorruptCheckpoint
 from olmoe_lightning.checkpoint.full import load_full_optimizer_state, load_masters, local_state_dict
 from olmoe_lightning.checkpoint.groups import options_of_directory, refuse_other_class
-from olmoe_lightning.checkpoint.meta import KEY, MODEL, read_meta
+from olmoe_lightning.checkpoint.meta import KEY, MODEL, read_meta, read_whole
 from olmoe_lightning.checkpoint.ranges import TrainingState
 from olmoe_lightning.checkpoint.record import RunRecord
 from olmoe_lightning.checkpoint.rng import restore_random_state
@@ -24,6 +24,9 @@ from olmoe_lightning.errors import UserError, shortened
 from olmoe_lightning.parallel.layout import unexpanded
 from olmoe_lightning.parallel.mesh import Mesh
 from olmoe_lightning.parallel.sharded_optimizer import ShardedOptimizer
+
+# Modules of others, and trainers without MoEStrategy, meet directories in ``load_from_checkpoint`` and ``ckpt_path``.
+read_directories_by(read_whole)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from olmoe_lightning.errors import UserError
 RESTORED = ("learning_rate", "expert_lr_multiplier", "weight_decay", "betas", "eps", "decay_all")
 """Settings that come back with the optimizer's state."""
 
-
 Module = TypeVar("Module", bound=LightningModule)
 
 

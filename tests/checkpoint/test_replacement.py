@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from test_odd_state import Plain, data, fitted, trainer
 from test_publish import ended, killed_at_step
@@ -276,3 +277,45 @@ def test_a_run_goes_on_from_what_was_saved_behind_a_validation(tmp_path, kind):
     fresh = Plain()
     trainer().fit(fresh, data())
     torch.testing.assert_close(module.layer.weight, fresh.layer.weight, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------- without the strategy
+
+
+class Own(Plain):
+    """Somebody's module with a hyperparameter, tied weights and a buffer."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.wide = torch.nn.Linear(width, width)
+        self.tied = torch.nn.Linear(width, width, bias=False)
+        self.tied.weight = self.wide.weight
+        self.register_buffer("count", torch.tensor(3))
+
+
+def train_own(path):
+    run = trainer(2)
+    run.fit(Own(width=4), data())
+    run.save_checkpoint(path)
+    return {name: value.detach().clone() for name, value in run.lightning_module.state_dict().items()}
+
+
+def test_modules_of_others_and_plain_trainers_load_directories(workers, tmp_path):
+    path = tmp_path / "a.ckpt"
+    expected, _ = workers(2).run(train_own, path)
+    loaded = Own.load_from_checkpoint(path)
+    torch.testing.assert_close(dict(loaded.state_dict()), expected, rtol=0, atol=0)
+    assert loaded.tied.weight is loaded.wide.weight
+    assert loaded.hparams.width == 4
+    plain = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    fresh = Own()
+    plain.validate(fresh, data(), ckpt_path=path, verbose=False)
+    torch.testing.assert_close(dict(fresh.state_dict()), expected, rtol=0, atol=0)
+    with pytest.raises(CorruptCheckpoint, match="is no sharded checkpoint"):
+        Own.load_from_checkpoint(tmp_path)
+
+
+def test_folders_and_files_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
+        trainer().validate(Plain(), data(), ckpt_path=tmp_path / "missing.ckpt", verbose=False)

@@ -35,7 +35,7 @@ from olmoe_lightning.strategy import MoEStrategy
 from olmoe_lightning.training.experts import expert_parameters
 from olmoe_lightning.training.generation import TextGenerator
 from olmoe_lightning.training.lr_schedule import LRSchedule, make_lr_schedule
-from olmoe_lightning.training.metrics import LanguageModelMetrics, TokenMean
+from olmoe_lightning.training.metrics import LanguageModelMetrics, OfStep, TokenMean, has_label
 from olmoe_lightning.training.network import build_network, keep_own_layers
 from olmoe_lightning.training.objective import Objective, mean_output
 from olmoe_lightning.training.pipeline import STAGE_BUILDER
@@ -268,9 +268,11 @@ class OLMoE(LightningModule):
             ``loss``: fp32 [], mean over the labels that count (z-loss of the head included; the router's losses
             contribute their gradients inside the layers). ``num_tokens``: int64 [], the labels that count.
         """
+        # Looked at here, where the device has nothing to do: Lightning has just read the last loss.
+        labelled = has_label(batch)
         sums, stats = self._sums(batch)
         self.routing_stats = stats
-        self._log_training(sums, stats)
+        self._log_training(sums, stats, labelled)
         if stats is not None and self.config.bias_update_rate:
             self._counts = stats.counts if self._counts is None else self._counts + stats.counts
         return mean_output(sums)
@@ -300,8 +302,11 @@ class OLMoE(LightningModule):
         known = torch.as_tensor(tokenizer.token_bytes, dtype=torch.int64, device=device)
         return torch.nn.functional.pad(known, (0, self.config.vocab_size - len(known)))
 
-    def _log_training(self, sums: Sums, stats: RoutingStats | None) -> None:
-        """Means over the tokens of all processes, equal on each of them: one reduction for all that is logged."""
+    def _log_training(self, sums: Sums, stats: RoutingStats | None, labelled: bool) -> None:
+        """Means over the tokens of all processes, equal on each of them: one reduction for all that is logged.
+
+        Nothing is logged of a batch without a token that counts.
+        """
         values = [sums[name] for name in ("num_tokens", "cross_entropy", "z")]
         if stats is not None:
             values += [stats.balance_sum.mean(), stats.z_sum.mean()]
@@ -309,17 +314,20 @@ class OLMoE(LightningModule):
             torch.stack([value.detach().double() for value in values]), reduce_op="sum"
         )
         assert isinstance(totals, Tensor)
-        count, cross_entropy, z, *routers = totals
-        tokens = count.clamp(min=1)
-        self.metrics.train_perplexity(cross_entropy, count)
-        self.log("train/loss", (cross_entropy / tokens).float(), prog_bar=True)
-        self.log("train/perplexity", self.metrics.train_perplexity, on_step=True, on_epoch=False)
+        count, *sums_of_all = totals
+        counts = labelled or bool(count.item())  # the same on all processes
+        cross_entropy, z, *routers = ((value / count).float() for value in sums_of_all)
+        means = {"loss": cross_entropy, "perplexity": cross_entropy.exp()}
         if self.config.lm_z_loss_coeff:
-            self.log("train/lm_z_loss", (self.config.lm_z_loss_coeff * z / tokens).float())
+            means["lm_z_loss"] = self.config.lm_z_loss_coeff * z
         if routers:
-            balance, router_z = routers
-            self.log("train/balance_loss", (self.config.balance_loss_coeff * balance / tokens).float())
-            self.log("train/router_z_loss", (self.config.router_z_loss_coeff * router_z / tokens).float())
+            means["balance_loss"] = self.config.balance_loss_coeff * routers[0]
+            means["router_z_loss"] = self.config.router_z_loss_coeff * routers[1]
+        for name, value in means.items():
+            metric = self.metrics.of_step[name]
+            assert isinstance(metric, OfStep)
+            metric(value if counts else None)
+            self.log(f"train/{name}", metric, prog_bar=name == "loss", metric_attribute=f"metrics.of_step.{name}")
 
     def _aux_scale(self, divisor: Tensor) -> Tensor:
         """Factor with which the layers' losses join the backward pass: the one that the main loss has there, fp32 [].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torchmetrics import Metric
 from typing_extensions import override
+
+from olmoe_lightning.model.losses import IGNORE_INDEX
+
+STEP_METRICS = ("loss", "perplexity", "lm_z_loss", "balance_loss", "router_z_loss")
+"""What is logged of each step."""
 
 
 class TokenMean(Metric):
@@ -34,9 +39,9 @@ class TokenMean(Metric):
         self.total += total.detach()
         self.count += count
 
-    def compute(self) -> Tensor:
-        """The mean, fp32 []; NaN when nothing was counted."""
-        return (self.total / self.count).float()
+    def compute(self) -> Tensor | None:
+        """The mean, fp32 []; ``None``, which is not logged, when nothing was counted on any process."""
+        return (self.total / self.count).float() if self.count else None
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Module:
@@ -53,17 +58,48 @@ class Perplexity(TokenMean):
 
     higher_is_better = False
 
-    def compute(self) -> Tensor:
-        """fp32 []."""
-        return super().compute().exp()
+    def compute(self) -> Tensor | None:
+        """fp32 [], or ``None``."""
+        mean = super().compute()
+        return None if mean is None else mean.exp()
+
+
+class OfStep(Metric):
+    """A value of the last batch. Lightning logs a number that is not replaced again; this can be nothing, too.
+
+    Args:
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._value: Tensor | None = None
+
+    def update(self, value: Tensor | None) -> None:
+        """Replace it."""
+        self._value = value
+
+    def compute(self) -> Tensor | None:
+        """It."""
+        return self._value
+
+
+def has_label(batch: Mapping[str, Tensor]) -> bool:
+    """Whether any label of a batch counts: without one there is no mean to log. It waits for the device."""
+    labels = batch.get("labels")
+    return labels is not None and bool((labels != IGNORE_INDEX).any())
 
 
 class LanguageModelMetrics(nn.Module):
-    """All metrics that :class:`~olmoe_lightning.OLMoE` logs; ``train_perplexity`` in training, the others elsewhere."""
+    """All metrics that :class:`~olmoe_lightning.OLMoE` logs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_perplexity = Perplexity()
+        self.of_step = nn.ModuleDict({name: OfStep() for name in STEP_METRICS})
+        """In training, by name."""
         self.loss = TokenMean()
         self.perplexity = Perplexity()
         self.nats_per_byte = TokenMean()

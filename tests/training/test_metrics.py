@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchmetrics.text import Perplexity as LogitsPerplexity
 
-from olmoe_lightning.training.metrics import LanguageModelMetrics, Perplexity, TokenMean
+from olmoe_lightning.training.metrics import LanguageModelMetrics, Perplexity, TokenMean, has_label
 
 
 def test_mean_is_over_tokens_and_not_of_batch_means():
@@ -39,8 +39,29 @@ def test_small_batches_are_not_lost_beside_a_large_sum():
     assert float(mean.total) == 1e9 + 10  # fp32 would still say 1e9
 
 
-def test_nothing_counted_is_nan():
-    assert math.isnan(TokenMean().compute())
+@pytest.mark.parametrize("kind", [TokenMean, Perplexity])
+def test_a_mean_of_nothing_is_left_out_and_the_next_one_is_not(kind):
+    mean = kind()
+    mean.update(torch.tensor(0.0), 0)
+    assert mean.compute() is None
+    mean.update(torch.tensor(3.0), 3)
+    assert mean.compute() == (1.0 if kind is TokenMean else pytest.approx(math.e))
+
+
+def test_counts_beyond_fp32_are_exact():
+    mean = TokenMean()
+    mean.update(torch.tensor(0.0), torch.tensor(2**24))
+    for _ in range(3):
+        mean.update(torch.tensor(0.0), torch.tensor(1))
+    assert mean.count == 2**24 + 3
+    assert torch.tensor(2.0**24) + 1 == 2**24  # negative control: fp32 counts no further
+
+
+def test_a_batch_has_a_label_if_one_is_not_ignored():
+    assert has_label({"labels": torch.tensor([[-100, 3]])})
+    assert not has_label({"labels": torch.tensor([[-100, -100]])})
+    assert not has_label({"labels": torch.empty(0, 4, dtype=torch.int64)})
+    assert not has_label({"input_ids": torch.tensor([[1]])})
 
 
 def test_perplexity_of_sums_equals_torchmetrics_of_logits():

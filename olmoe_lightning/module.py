@@ -39,6 +39,7 @@ from olmoe_lightning.training.metrics import LanguageModelMetrics, OfStep, Token
 from olmoe_lightning.training.network import build_network, keep_own_layers
 from olmoe_lightning.training.objective import Objective, mean_output
 from olmoe_lightning.training.pipeline import STAGE_BUILDER
+from olmoe_lightning.training.routers import untrained_routers
 from olmoe_lightning.training.stored import RESTORED, load_directory, refuse_other_network, restored_settings
 
 Batch = dict[str, Tensor]
@@ -558,11 +559,14 @@ class OLMoE(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """After a resume, say which settings came with the optimizer's state although others were asked for."""
+        """Say what a user may not expect: settings that came with the optimizer's state, routers that do not learn."""
         asked = {name: getattr(self, name) for name in RESTORED}
         message = restored_settings(asked, self._loaded) if self.trainer.global_step else ""
         if message:
             rank_zero_warn(message)
+        untrained = "" if self._moe is not None else untrained_routers(self)  # MoEStrategy has said it
+        if untrained:
+            rank_zero_warn(untrained)
 
 
 def _resolve(config: ModelConfig | str | dict[str, Any], overrides: dict[str, Any] | None) -> ModelConfig:

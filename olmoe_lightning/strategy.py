@@ -6,6 +6,7 @@ state; the file computes nothing itself.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -76,6 +77,7 @@ from olmoe_lightning.training.owned import Owned
 from olmoe_lightning.training.patches import Patches
 from olmoe_lightning.training.pipeline import Pipeline
 from olmoe_lightning.training.processes import Launcher, Processes
+from olmoe_lightning.training.routers import untrained_routers
 from olmoe_lightning.training.saver import Saver
 from olmoe_lightning.training.signals import Asked, Signals, evaluation_handlers
 from olmoe_lightning.training.sizes import refuse_batches
@@ -326,6 +328,7 @@ class MoEStrategy(ParallelStrategy):
         refuse_callbacks(trainer)
         self._place_model()
         if self._fitting:
+            self._warn_of_routers()
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             self._shard_optimizer(trainer)
@@ -334,6 +337,12 @@ class MoEStrategy(ParallelStrategy):
         if self._fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self._patch(trainer)
+
+    def _warn_of_routers(self) -> None:
+        """Once for each stage, which has routers of its own."""
+        untrained = untrained_routers(self._module) if self.mesh.data.rank == 0 else ""
+        if untrained:
+            warnings.warn(untrained, stacklevel=2)
 
     def _place_model(self) -> None:
         """Give each process its part, with equal values."""

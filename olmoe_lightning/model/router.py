@@ -62,6 +62,31 @@ class Routing(NamedTuple):
     """int64 [T, K + F]: the choice, and the F experts that would have been next."""
 
 
+def lacks_gradient(config: ModelConfig) -> str:
+    """Why a configuration gives its routers no gradient at all, neither from weights nor from losses; empty if it does.
+
+    A weight that is the same whatever the logits has none. The balance loss is a product of load and probability, and
+    probabilities add up to one: with the same load everywhere it has none either.
+    """
+    normalized = config.normalize_weights or config.score_function == "topk_softmax"
+    if config.router_mode == "random":
+        weights = "router_mode='random' weighs experts by noise"
+    elif config.num_experts == 1 and (normalized or config.score_function == "softmax"):
+        weights = "the weight of the only expert (num_experts=1) is always 1"
+    elif config.top_k == 1 and normalized:
+        by = "normalize_weights=True" if config.normalize_weights else "score_function='topk_softmax'"
+        weights = f"the weight of the one expert that is chosen (top_k=1) is always 1 with {by}"
+    else:
+        return ""
+    if config.router_z_loss_coeff:
+        return ""
+    if config.balance_loss_coeff and config.top_k < config.num_experts:
+        return ""
+    if config.balance_loss_coeff:
+        return f"{weights}, the balance loss is constant where all experts are chosen, and router_z_loss_coeff is 0"
+    return f"{weights}, and balance_loss_coeff and router_z_loss_coeff are 0"
+
+
 class Router(nn.Module):
     """Scores, choice, weights, losses and statistics; a pure function of its input, in fp32 whatever x is.
 

@@ -30,8 +30,11 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/olmoe-lightning fit --config examples/quickstart.yaml
 
+# Files at once; each test of a file meets the processes and the data that the file has made.
+WORKERS ?= 2
+
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Of the rooms whose tests run in one process; what workers run is not in the figure.
 coverage: $(VENV)/.installed-test

@@ -291,7 +291,8 @@ class OLMoE(LightningModule):
         if self._staged and pipeline is None:
             raise RuntimeError(
                 "the layers of this model are in several processes, so that it runs only inside of their Trainer, with "
-                "pipeline_parallel_size > 1"
+                "pipeline_parallel_size > 1; for all of them in one process save a checkpoint with "
+                "trainer.save_checkpoint, and load it with load_from_checkpoint"
             )
         return pipeline if self._staged else None
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from olmoe_lightning.config import ModelConfig
+from olmoe_lightning.errors import UserError
 from olmoe_lightning.model.attention import LayerCache, RMSNorm, Rotary, Visible, document_positions
 from olmoe_lightning.model.block import Block
 from olmoe_lightning.model.init import Embedding, Linear, init_weights
@@ -134,13 +135,19 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: documents and a cache were both given.
+            UserError: some layers are in other processes.
         """
         if cache is not None and document_ids_BS is not None:
             raise ValueError("a key/value cache holds one document per row; give either cache or document_ids")
-        x = self.embed_tokens(input_ids_BS)
         layers = self.blocks.layers
+        if len(layers) < self.config.num_layers or self.embed is None or self.norm is None:
+            raise UserError(
+                f"this process holds layers {layers} of {self.config.num_layers}, which alone are no model: other "
+                "processes of the pipeline have the rest; call MoEStrategy.pipeline_forward in a run, or save a "
+                "checkpoint with trainer.save_checkpoint, and load it in one process with load_from_checkpoint"
+            )
+        x = self.embed_tokens(input_ids_BS)
         x, stats = self.through_blocks(x, layers, document_ids_BS, token_mask_BS, aux_scale, cache)
-        assert self.norm is not None
         return self.norm(x), RoutingStats.stack(stats) if stats else None
 
     def embed_tokens(self, input_ids_BS: Tensor) -> Tensor:

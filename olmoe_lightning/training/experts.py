@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from olmoe_lightning.errors import UserError
 from olmoe_lightning.kernels import LocalTransport
+from olmoe_lightning.kernels.transport import Dispatched
 from olmoe_lightning.model.experts import Experts
 from olmoe_lightning.model.moe import MoE
 from olmoe_lightning.parallel.mesh import Axis, Mesh
@@ -46,6 +47,32 @@ def expert_tensors(module: nn.Module) -> list[Tensor]:
         own = any(parameter in known for parameter in part.parameters(recurse=False))
         found += [buffer for name, buffer in part.named_buffers(recurse=False) if own or name in named]
     return found
+
+
+class _OutOfReach:
+    """The transport of a layer behind its run: the experts of other processes cannot be reached."""
+
+    fallbacks = 0
+
+    def __init__(self, rank: int, ranks: int, experts: int) -> None:
+        self.own = range(rank * experts // ranks, (rank + 1) * experts // ranks)
+        self.experts = experts
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Refuse.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            f"this process holds experts {self.own.start} to {self.own.stop - 1} of {self.experts}, and reaches the "
+            "others only in fit, validate, test and predict; for all of them save a checkpoint with "
+            "trainer.save_checkpoint, and load it in one process with load_from_checkpoint"
+        )
+
+    def combine(self, rows_RD: Tensor, handle: None) -> Tensor:
+        """Nothing was dispatched."""
+        raise AssertionError
 
 
 class PlacedExperts:
@@ -111,12 +138,14 @@ class PlacedExperts:
         return list(self._comms.values())
 
     def close(self, module: nn.Module | None) -> None:
-        """Give up the plugins; layers that hold all their experts can be used without a Trainer."""
+        """Give up the plugins; layers that hold all their experts can be used without a Trainer, others say why not."""
         for plugin in self.plugins:
             plugin.teardown()
         for layer in module.modules() if module is not None else ():
-            if isinstance(layer, MoE) and layer.placed == (0, 1):
-                layer.transport = LocalTransport(layer.config.num_experts)
+            if isinstance(layer, MoE) and layer.placed is not None:
+                rank, ranks = layer.placed
+                experts = layer.config.num_experts
+                layer.transport = LocalTransport(experts) if ranks == 1 else _OutOfReach(rank, ranks, experts)
         self._comms = {}
 
     # ---------------------------------------------------------------------------------------------- drops

@@ -73,7 +73,7 @@ def _(lab):
     return {**lab.seen(trainer), "trained": all(parameter.requires_grad for parameter in module.parameters())}
 
 
-@row(GROUP, "`forward` of a module behind its fit", dict.fromkeys(("EP 2", "bf16"), "setup() comes before dispatch()"))
+@row(GROUP, "`forward` of a module behind its fit", dict.fromkeys(("EP 2", "bf16"), "reaches the others only in fit"))
 def _(lab):
     module = Ordinary()
     lab.fit(module)
